@@ -24,7 +24,7 @@ class Rope:
     `kind`: "default", "llama3" or "yarn". `rotary_dim` values of each head are rotated, the rest pass through.
     `interleaved`: pairs are (2i, 2i+1) instead of (i, i + rotary_dim/2).
     `cos_sin_scale` multiplies cos and sin (YaRN's attention factor).
-    `query_scale_beta`: after the rotation q is multiplied by 1 + beta * ln(1 + floor(pos / original_max)) (Ministral-3).
+    `query_scale_beta`: after the rotation, q times 1 + beta * ln(1 + floor(pos / original_max)) (Ministral-3).
     """
 
     kind: Literal["default", "llama3", "yarn"] = "default"
