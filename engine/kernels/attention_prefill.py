@@ -127,7 +127,7 @@ def prefill_attention_triton(
     if not rows:
         return out
     requests = batch.kv_len.shape[0]
-    pages, kv_heads, page_size, _ = cache.k.shape
+    _, kv_heads, page_size, _ = cache.k.shape
     group = heads // kv_heads
     config = config or prefill_config(dim, cache.k.element_size(), *capability(q))
     tiles = -(-rows * group // config["BLOCK_M"]) + requests

@@ -17,17 +17,18 @@ RAISE = tl.constexpr(256.0)
 @triton.jit
 def _key_rows(table_ptr, first_page, key, key_inside, start, head, KV_HEADS: tl.constexpr, PAGE: tl.constexpr,
               ONE_PAGE: tl.constexpr, CONTIGUOUS: tl.constexpr):  # fmt: skip
-    """Row numbers (int64) of the keys `key` of one head in the cache seen as [pages * kv_heads * page_size, D].
+    """Where keys of one head stand in the cache seen as [pages * kv_heads * page_size, D]: (int64 row, offsets to it).
 
-    ONE_PAGE: the tile that begins at `start` lies in one page. CONTIGUOUS: page i of the request is first_page + i.
+    ONE_PAGE: the tile that begins at `start` lies in one page, so that only the row of its first key needs 64 bits.
+    CONTIGUOUS: page i of the request is first_page + i.
     """
     if ONE_PAGE:
         page = start // PAGE
         page = first_page + page if CONTIGUOUS else tl.load(table_ptr + page)
-        return (page.to(tl.int64) * KV_HEADS + head) * PAGE + (key - start + start % PAGE)
+        return (page.to(tl.int64) * KV_HEADS + head) * PAGE + start % PAGE, key - start
     page = key // PAGE
     page = first_page + page if CONTIGUOUS else tl.load(table_ptr + page, mask=key_inside, other=0)
-    return (page.to(tl.int64) * KV_HEADS + head) * PAGE + key % PAGE
+    return tl.full([], 0, tl.int64), (page.to(tl.int64) * KV_HEADS + head) * PAGE + key % PAGE
 
 
 @triton.jit
@@ -46,8 +47,13 @@ def _attend_tile(
     key = start + tl.arange(0, BLOCK_N)
     column = tl.arange(0, DIM_BLOCK)
     inside = (key >= low) & (key < high)
-    rows = _key_rows(table_ptr, first_page, key, inside, start, head, KV_HEADS, PAGE, ONE_PAGE, CONTIGUOUS)
+    first_row, rows = _key_rows(table_ptr, first_page, key, inside, start, head, KV_HEADS, PAGE, ONE_PAGE, CONTIGUOUS)
     offsets = rows[:, None] * DIM + column[None, :]
+    k_ptr += first_row * DIM
+    v_ptr += first_row * DIM
+    if EIGHT_BIT:
+        k_scale_ptr += first_row
+        v_scale_ptr += first_row
     if MASKED:
         mask = inside[:, None] & (column < DIM)[None, :]
         k = tl.load(k_ptr + offsets, mask=mask, other=0.0)

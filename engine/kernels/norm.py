@@ -58,7 +58,7 @@ def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, plus_one: bool = Fals
 
 
 def add_rms_norm_triton(y: Tensor, residual: Tensor, weight: Tensor, eps: float, plus_one: bool = False) -> Tensor:
-    """add_rms_norm in one launch: reads y (S * 4 bytes an element of Partials) and the residual, writes both results."""
+    """add_rms_norm in one launch: reads y (Partials: 4 S bytes an element) and the residual, writes both results."""
     from engine.kernels.norm_triton import add_rms_norm_kernel
 
     rows, width = residual.shape

@@ -77,7 +77,7 @@ def qk_norm_rope_write_kernel(
     REST_BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr, QUERY_SCALE: tl.constexpr, GATE: tl.constexpr,
     BIAS: tl.constexpr, NORM: tl.constexpr, PLUS_ONE: tl.constexpr, LARGEST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows, query blocks + key blocks): a program owns PER_PROGRAM query heads, or as many key and value heads."""
+    """Grid (rows, query blocks + key blocks): PER_PROGRAM query heads a program, or as many key and value heads."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     query_blocks: tl.constexpr = (HEADS + PER_PROGRAM - 1) // PER_PROGRAM

@@ -101,7 +101,7 @@ def test_decode_of_a_row_is_bit_equal_alone_and_in_a_batch():
 
 @pytest.mark.parametrize("function", [decode_attention_triton, prefill_attention_triton])
 def test_contiguous_pages_give_the_same_bits(function):
-    q, cache, batch, scale = setup([1, 1], [70, 33], 4, 2, 16, 16, torch.float32)
+    q, _, _, scale = setup([1, 1], [70, 33], 4, 2, 16, 16, torch.float32)
     ordered, pages = make_batch([1, 1], [70, 33], 16)
     ordered.page_table = torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 0, 0]], dtype=torch.int32)
     cache = filled_cache(ordered, pages, 2, 16, 16, torch.float32)
