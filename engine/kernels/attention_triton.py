@@ -25,10 +25,14 @@ def _key_rows(table_ptr, first_page, key, key_inside, start, head, KV_HEADS: tl.
     if ONE_PAGE:
         page = start // PAGE
         page = first_page + page if CONTIGUOUS else tl.load(table_ptr + page)
-        return (page.to(tl.int64) * KV_HEADS + head) * PAGE + start % PAGE, key - start
-    page = key // PAGE
-    page = first_page + page if CONTIGUOUS else tl.load(table_ptr + page, mask=key_inside, other=0)
-    return tl.full([], 0, tl.int64), (page.to(tl.int64) * KV_HEADS + head) * PAGE + key % PAGE
+        first_row = (page.to(tl.int64) * KV_HEADS + head) * PAGE + start % PAGE
+        rows = key - start
+    else:
+        page = key // PAGE
+        page = first_page + page if CONTIGUOUS else tl.load(table_ptr + page, mask=key_inside, other=0)
+        first_row = tl.full([], 0, tl.int64)
+        rows = (page.to(tl.int64) * KV_HEADS + head) * PAGE + key % PAGE
+    return first_row, rows
 
 
 @triton.jit
@@ -117,7 +121,7 @@ def decode_attention_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     lane = tl.arange(0, REQUESTS)
     lengths = tl.load(kv_len_ptr + lane, mask=lane < requests, other=0)
-    _, counts = _segment_counts(lengths, SEGMENT, WINDOW)
+    firsts, counts = _segment_counts(lengths, SEGMENT, WINDOW)
     ends = tl.cumsum(counts, axis=0)
     row = tl.arange(0, BLOCK_M)
     column = tl.arange(0, DIM_BLOCK)
@@ -128,7 +132,7 @@ def decode_attention_kernel(
         before = ends <= unit
         request = tl.sum(before.to(tl.int32), axis=0)
         kv_len = tl.load(kv_len_ptr + request)
-        first, _ = _segment_counts(kv_len, SEGMENT, WINDOW)
+        first = tl.sum(tl.where(lane == request, firsts, 0), axis=0)
         segment = first + unit - tl.sum(tl.where(before, counts, 0), axis=0)
         low = tl.maximum(kv_len - WINDOW, segment * SEGMENT) if WINDOW else segment * SEGMENT
         high = tl.minimum(kv_len, (segment + 1) * SEGMENT)
