@@ -53,13 +53,14 @@ def compile_launch(launch: Launch, target: int) -> Compiled:
 
     names = launch.kernel.arg_names
     values = dict(zip(names, launch.args, strict=False)) | {k: v for k, v in launch.meta.items() if k in names}
+    fixed = [parameter.do_not_specialize for parameter in launch.kernel.params]
     signature, constants, attributes = {}, {}, {}
     for index, name in enumerate(names):
         value = values[name]
-        signature[name] = _type_of(value) if name not in launch.meta else "constexpr"
+        signature[name] = "constexpr" if name in launch.meta else _type_of(value, fixed[index])
         if signature[name] == "constexpr":
             constants[(index,)] = value
-        elif isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
+        elif isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0 and not fixed[index]):
             attributes[(index,)] = [["tt.divisibility", 16]]
     options = {k: v for k, v in launch.meta.items() if k not in names}
     source = ASTSource(launch.kernel, signature, constants, attributes)
@@ -76,10 +77,11 @@ def compile_launch(launch: Launch, target: int) -> Compiled:
     )
 
 
-def _type_of(value: Any) -> str:
+def _type_of(value: Any, fixed: bool) -> str:
+    """The type of an argument in a signature; `fixed`: the kernel takes it as it comes, even a 1."""
     if isinstance(value, torch.Tensor):
         return "*" + TYPES[value.dtype]
-    if value is None or value == 1:
+    if value is None or (value == 1 and not fixed):
         return "constexpr"
     return "fp32" if isinstance(value, float) else "i32"
 
@@ -108,7 +110,9 @@ def main_loop(sass: str) -> int:
         if branch and int(branch[1], 16) < address:
             back.append((int(branch[1], 16), address))
     inner = [
-        (start, end) for start, end in back if not any(start <= s and e <= end and (s, e) != (start, end) for s, e in back)
+        (start, end)
+        for start, end in back
+        if not any(start <= s and e <= end and (s, e) != (start, end) for s, e in back)
     ]
     bodies = [[text for address, text in code if start <= address <= end] for start, end in inner]
     with_matrix = [body for body in bodies if any("MMA" in text for text in body)]

@@ -83,7 +83,7 @@ def decode_attention_triton(
         q, partial, lse, cache.k, cache.v, cache.k_scale, cache.v_scale, batch.kv_len, batch.page_table,
         batch.page_table.stride(0), requests, segments, scale * LOG2_E,
         KV_HEADS=kv_heads, GROUP=group, DIM=dim, DIM_BLOCK=dim_block, PAGE=page_size, SEGMENT=segment,
-        BLOCK_M=max(16, power_of_2(group)), REQUESTS=power_of_2(requests), WINDOW=window or 0,
+        BLOCK_M=max(16, power_of_2(group)), REQUESTS=max(64, power_of_2(requests)), WINDOW=window or 0,
         EIGHT_BIT=cache.k_scale is not None, COMPUTE=triton_dtype(compute_dtype(q, cache)), CONTIGUOUS=contiguous,
         ONE_PAGE=page_size % config["BLOCK_N"] == 0, **config,
     )  # fmt: skip

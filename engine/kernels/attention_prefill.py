@@ -136,7 +136,7 @@ def prefill_attention_triton(
         q, out, cache.k, cache.v, cache.k_scale, cache.v_scale, sinks,
         batch.query_start, batch.kv_len, batch.page_table, batch.page_table.stride(0), requests, rows, scale * LOG2_E,
         KV_HEADS=kv_heads, GROUP=group, DIM=dim, DIM_BLOCK=max(16, power_of_2(dim)), PAGE=page_size,
-        REQUESTS=power_of_2(requests), WINDOW=window or 0, SINKS=sinks is not None,
+        REQUESTS=max(64, power_of_2(requests)), WINDOW=window or 0, SINKS=sinks is not None,
         EIGHT_BIT=cache.k_scale is not None, COMPUTE=triton_dtype(compute_dtype(q, cache)), CONTIGUOUS=contiguous,
         ONE_PAGE=page_size % config["BLOCK_N"] == 0, **config,
     )  # fmt: skip

@@ -101,7 +101,7 @@ def _segment_counts(kv_len, SEGMENT: tl.constexpr, WINDOW: tl.constexpr):
     return first, (kv_len + SEGMENT - 1) // SEGMENT - first
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "requests", "segments"])
 def decode_attention_kernel(
     q_ptr, partial_ptr, lse_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, kv_len_ptr, table_ptr, table_stride,
     requests, segments, scale,
@@ -155,7 +155,7 @@ def decode_attention_kernel(
         tl.store(lse_ptr + place, top + tl.log2(total), mask=row < GROUP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["segments"])
 def combine_segments_kernel(
     partial_ptr, lse_ptr, out_ptr, sinks_ptr, kv_len_ptr, segments,
     DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, SEGMENT: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
@@ -193,7 +193,7 @@ def combine_segments_kernel(
     tl.store(out_ptr + row * DIM + column, out.to(out_ptr.dtype.element_ty), mask=column < DIM)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "requests", "rows"])
 def prefill_attention_kernel(
     q_ptr, out_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, sinks_ptr, query_start_ptr, kv_len_ptr, table_ptr,
     table_stride, requests, rows, scale,
