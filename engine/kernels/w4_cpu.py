@@ -17,11 +17,15 @@ from torch import Tensor
 from engine.quant import QuantWeight, expand_groups, unpack
 
 
+# Weights unpacked at a time: small enough to be multiplied while they are in the cache.
+BLOCK_WEIGHTS = 1 << 18
+
+
 @dataclass(frozen=True)
 class PlainWeight:
-    """codes uint8 [n, k / 2]: byte j of a row holds input j (low) and j + k/2 (high); k is padded to an even number.
+    """codes uint8 [n, width / 2]: byte j of a row holds input j (low) and j + width/2 (high), width = groups * group.
 
-    scales and offsets [n, groups, 1] in the compute dtype: w = code * scale + offset.
+    scales and offsets float32 [n, groups, 1]: w = code * scale + offset.
     """
 
     codes: Tensor
@@ -35,15 +39,15 @@ class PlainWeight:
     def nbytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (self.codes, self.scales, self.offsets))
 
-    def dense(self, dtype: torch.dtype) -> Tensor:
-        """[n, k] in dtype."""
-        half = self.codes.shape[1]
-        codes = torch.empty((self.n, 2 * half), dtype=torch.uint8)
-        torch.bitwise_and(self.codes, 15, out=codes[:, :half])
-        torch.bitwise_right_shift(self.codes, 4, out=codes[:, half:])
-        groups = self.scales.shape[1]
-        padded = F.pad(codes, (0, groups * self.group - 2 * half)).to(self.scales.dtype).view(self.n, groups, -1)
-        return torch.addcmul(self.offsets, padded, self.scales).view(self.n, -1)[:, : self.k].to(dtype)
+    def dense(self, first: int = 0, last: int | None = None) -> Tensor:
+        """Rows first to last (exclusive), float32 [rows, width]."""
+        codes = self.codes[first:last]
+        rows, half = codes.shape
+        weights = torch.empty((rows, 2 * half))
+        weights[:, :half] = codes & 15
+        weights[:, half:] = codes >> 4
+        grouped = weights.view(rows, -1, self.group)
+        return grouped.mul_(self.scales[first:last]).add_(self.offsets[first:last]).view(rows, -1)
 
 
 @dataclass(frozen=True)
@@ -79,8 +83,7 @@ def store(weight: QuantWeight, kernels: Literal["standard", "fused"]) -> CpuWeig
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
         pair = torch.stack([scales.t(), ((8.0 - zeros) * scales).t()], dim=-1)
         return TorchWeight(packed, pair.bfloat16().contiguous(), weight.n, weight.k, weight.group)
-    codes = F.pad(codes, (0, weight.k % 2))
-    low, high = codes.chunk(2, dim=1)
+    low, high = F.pad(codes, (0, scales.shape[1] * weight.group - weight.k)).chunk(2, dim=1)
     offsets = (-zeros * scales)[..., None].contiguous()
     return PlainWeight(low | (high << 4), scales[..., None].contiguous(), offsets, weight.n, weight.k, weight.group)
 
@@ -93,6 +96,14 @@ def _by_group(weight: QuantWeight, values: Tensor) -> Tensor:
 def matmul(x: Tensor, weight: CpuWeight) -> Tensor:
     """x [T, k] -> [T, n] in the dtype of x."""
     if isinstance(weight, PlainWeight):
-        return F.linear(x, weight.dense(x.dtype))
+        return _unpack_and_multiply(x, weight)
     product = torch.ops.aten._weight_int4pack_mm_for_cpu
     return product(x.bfloat16(), weight.packed, weight.group, weight.scale_offset).to(x.dtype)
+
+
+def _unpack_and_multiply(x: Tensor, weight: PlainWeight) -> Tensor:
+    width = 2 * weight.codes.shape[1]
+    wide = F.pad(x.float(), (0, width - weight.k))
+    rows = max(BLOCK_WEIGHTS // width, 1)
+    blocks = [F.linear(wide, weight.dense(i, i + rows)) for i in range(0, weight.n, rows)]
+    return (blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)).to(x.dtype)
