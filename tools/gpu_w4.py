@@ -115,7 +115,7 @@ def compile_plan(job: tuple[int, int, int, Plan]) -> str | None:
 
 
 def compile_key(job: tuple[int, int, int, Plan]) -> tuple:
-    n, k, rows, p = job
+    _, k, rows, p = job
     slice_tiles = -(-(-(-(k // 128) // p.splits) * 2) // 4) if p.kind == "stream" else 0
     return p.kind, p.rows, p.block, p.stages, p.warps, p.parts, p.splits == 1, slice_tiles, k % 1024 == 0, rows == 1
 
@@ -183,7 +183,7 @@ def main() -> None:
                     if not (error < 4e-3 and same):
                         print(f"WRONG {n}x{k} m={m} {p} error {error:.1e} repeatable {same}")
                         continue
-                    results.append((timed([lambda w=w: product(x, w, p) for w in weights]), error, p))
+                    results.append((timed([lambda w=w, x=x, p=p: product(x, w, p) for w in weights]), error, p))
                 except Exception as problem:
                     print("failed", (n, k, m, p), str(problem)[:200])
             if not results:

@@ -125,8 +125,6 @@ def w4_matmul(x: Tensor, w: QuantWeight) -> Tensor:
     """x [T, K] times w [N, K] transposed -> [T, N] in x's dtype, fused."""
     if not x.is_cuda:
         return w4_matmul_reference(x, w)
-    if x.shape[0] > FUSED_ROWS:
-        return x @ w4_dequantize(w, x.dtype).T
     y = w4_partials(x, w)
     return y if y.dim() == 2 else sum_partials(y, x.dtype)
 
@@ -137,9 +135,11 @@ def w4_matmul_reference(x: Tensor, w: QuantWeight) -> Tensor:
 
 
 def w4_partials(x: Tensor, w: QuantWeight) -> Tensor:
-    """As w4_matmul for up to FUSED_ROWS rows, but possibly unfinished: float32 [S, T, N] whose sum over S it is."""
+    """As w4_matmul, but possibly unfinished: float32 [S, T, N] whose sum over S it is."""
     if not x.is_cuda:
         return w4_matmul_reference(x, w)
+    if x.shape[0] > FUSED_ROWS:
+        return x @ w4_dequantize(w, x.dtype).T
     gpu, processors, capability = _gpu(x.device)
     x = x if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0 else x.contiguous()
     if capability[0] != 9 or x.dtype != torch.bfloat16 or w.group not in (64, 128) or w.k % 8:

@@ -144,7 +144,8 @@ def w4_dot_kernel(
 ):
     """The fused product in plain Triton: the twin of the Hopper kernels, for other GPUs and for the interpreter.
 
-    out[split, row, n] float32. A program owns 64 outputs of M rows over one slice of K. Grid (n_tiles, row blocks, splits).
+    out[split, row, n] float32. A program owns 64 outputs of M rows over one slice of K.
+    Grid (n_tiles, row blocks, splits).
     """
     n_tile = tl.program_id(0)
     row_block = tl.program_id(1)
