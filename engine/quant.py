@@ -204,6 +204,26 @@ class QuantExperts:
         return QuantWeight(self.packed[index], self.scales[index], None, self.n, self.k, self.group)
 
 
+def permute_rows(weight: QuantWeight, order: Tensor) -> QuantWeight:
+    """The weight whose row i is row order[i] of `weight`; order int64 [n]."""
+
+    def rows(values: Tensor) -> Tensor:
+        return values.transpose(1, 2).reshape(weight.n_tiles * TILE_N, -1)[order]
+
+    zeros = None if weight.zeros is None else rows(weight.zeros)
+    return pack(unpack(weight)[order], rows(weight.scales), zeros, weight.group)
+
+
+def pad_tiles(weight: QuantWeight, n_tiles: int, k_tiles: int) -> QuantWeight:
+    """The weight with tiles of zeros added until it has n_tiles x k_tiles of them; n and k count them all."""
+    groups = -(-k_tiles * TILE_K // weight.group)
+    packed = weight.packed.new_zeros((n_tiles, k_tiles, TILE_BYTES))
+    packed[: weight.n_tiles, : weight.k_tiles] = weight.packed
+    scales = weight.scales.new_zeros((n_tiles, groups, TILE_N))
+    scales[: weight.n_tiles, : weight.scales.shape[1]] = weight.scales
+    return QuantWeight(packed, scales, None, n_tiles * TILE_N, k_tiles * TILE_K, weight.group)
+
+
 def stack_experts(weights: list[QuantWeight], codes: str = "int4") -> QuantExperts:
     """Stacks equally shaped symmetric weights; raises ValueError where they differ or have zero points."""
     first = weights[0]

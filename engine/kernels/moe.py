@@ -194,22 +194,29 @@ def moe_experts_reference(x: Tensor, ids: Tensor, weights: Tensor, experts: Expe
     return total.to(x.dtype)
 
 
-def moe_experts(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, spec: MoeFfn) -> Tensor:
-    """As the reference; for up to DECODE_TOKENS tokens the slots' terms are left as Partials [slots, T, H]."""
+def moe_experts(
+    x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, spec: MoeFfn, grouped: bool = True
+) -> Tensor:
+    """As the reference; for up to DECODE_TOKENS tokens the slots' terms are left as Partials [slots, T, H].
+
+    `grouped` False reads an expert's weights anew for every token of a decode step, as a kernel made for one request.
+    """
     if not x.is_cuda:
         return moe_experts_reference(x, ids, weights, experts, spec)
-    return moe_experts_triton(x, ids, weights, experts, spec)
+    return moe_experts_triton(x, ids, weights, experts, spec, grouped)
 
 
 def moe_experts_triton(
-    x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, spec: MoeFfn, asm: bool | None = None
-) -> Tensor:
+    x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, spec: MoeFfn, grouped: bool = True,
+    asm: bool | None = None,
+) -> Tensor:  # fmt: skip
     """`moe_experts` with the Triton kernels. `asm` False unpacks without PTX (the interpreter has none)."""
     asm = x.dtype == torch.bfloat16 if asm is None else asm
     tokens, slots = ids.shape
     size = block_size(tokens, slots, experts.count)
-    groups = None if tokens == 1 else group_pairs(ids, experts.count, size)
     decode = tokens <= DECODE_TOKENS
+    direct = tokens == 1 or (decode and not grouped)
+    groups = None if direct else group_pairs(ids, experts.count, size)
     h, split = _gate_up(x, ids, groups, size, experts, spec, asm)
     out_dtype = torch.float32 if decode else x.dtype
     y = torch.empty(slots, tokens, x.shape[1], dtype=out_dtype, device=x.device)
@@ -279,6 +286,8 @@ def _operands(weight: ExpertWeights) -> tuple[Tensor, Tensor, int, int, int, int
         packed = weight.packed.view(torch.int32)
         return packed, weight.scales, weight.n_tiles, weight.k_tiles, weight.group, weight.scales.shape[2], weight.codes
     _, n, k = weight.shape
+    if n % 64:
+        raise ValueError(f"dense experts need a multiple of 64 outputs, not {n}")
     return weight, weight, -(-n // 64), -(-k // 64), 64, 0, "dense"
 
 

@@ -93,7 +93,7 @@ def _unpack(words, CODES: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
             asm,
             "=h,=h,=h,=h,=h,=h,=h,=h,r",
             [words],
-            dtype=(DTYPE, DTYPE, DTYPE, DTYPE, DTYPE, DTYPE, DTYPE, DTYPE),
+            dtype=(tl.bfloat16,) * 8,
             is_pure=True,
             pack=1,
         )
