@@ -195,9 +195,7 @@ class QuantExperts:
         return self.expert_nbytes * self.count
 
     def to(self, device: str | torch.device) -> QuantExperts:
-        return QuantExperts(
-            self.packed.to(device), self.scales.to(device), self.n, self.k, self.group, self.codes
-        )
+        return QuantExperts(self.packed.to(device), self.scales.to(device), self.n, self.k, self.group, self.codes)
 
     def expert(self, index: int) -> QuantWeight:
         """One expert's codes and scales, sharing this memory (for mxfp4 only `unpack` of it has a meaning)."""

@@ -155,9 +155,7 @@ def delta_rule_chunked(
     return state, torch.cat(outputs)
 
 
-def _delta_token(
-    state: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor
-) -> tuple[Tensor, Tensor]:
+def _delta_token(state: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """One token: state [..., dk, dv], q, k [..., dk], v [..., dv], beta, g [...]."""
     state = state * g.exp()[..., None, None]
     delta = beta[..., None] * (v - (state * k[..., None]).sum(-2))

@@ -274,9 +274,7 @@ def down_kernel(
 
 
 @triton.jit
-def router_logits_kernel(
-    x, weight, out, tokens, outputs, K, M: tl.constexpr, N: tl.constexpr, BLOCK_K: tl.constexpr
-):
+def router_logits_kernel(x, weight, out, tokens, outputs, K, M: tl.constexpr, N: tl.constexpr, BLOCK_K: tl.constexpr):
     """out [tokens, outputs] float32 = x [tokens, K] times weight [outputs, K]."""
     rows = tl.program_id(0) * M + tl.arange(0, M)
     columns = tl.program_id(1) * N + tl.arange(0, N)

@@ -15,7 +15,7 @@ def config(hf: dict[str, Any], name: str) -> ModelConfig:
     hf = text_config(hf)
     attention = attention_of(hf, name, qk_norm=True)
     moe = MoeFfn(
-        required(hf, "num_experts", name),
+        hf.get("num_experts") or required(hf, "num_local_experts", name),
         required(hf, "num_experts_per_tok", name),
         required(hf, "moe_intermediate_size", name),
         renormalize=bool(hf.get("norm_topk_prob", False)),

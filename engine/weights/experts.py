@@ -102,7 +102,9 @@ def _stacked(source: WeightSource, module: str, spec: MoeFfn, hidden: int) -> li
     inner, experts, turned = spec.intermediate, spec.experts, spec.interleaved_gate_up
     shape = (experts, hidden, 2 * inner) if turned else (experts, 2 * inner, hidden)
     gate_up = source.tensor(f"{module}.experts.gate_up_proj", shape)
-    down = source.tensor(f"{module}.experts.down_proj", (experts, inner, hidden) if turned else (experts, hidden, inner))
+    down = source.tensor(
+        f"{module}.experts.down_proj", (experts, inner, hidden) if turned else (experts, hidden, inner)
+    )
     if turned:
         gate_up, down = gate_up.mT, down.mT
     rows = []

@@ -8,8 +8,6 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from engine.config import MoeFfn
 from engine.kernels import moe
@@ -36,9 +34,7 @@ def test_experts_match_reference(codes, tokens, hidden, inner, clamp):
     torch.manual_seed(tokens)
     count = 4
     bias = [torch.randn(count, 2 * inner), torch.randn(count, hidden)] if clamp else [None, None]
-    experts = moe.Experts(
-        make_weight(codes, count, 2 * inner, hidden), make_weight(codes, count, hidden, inner), *bias
-    )
+    experts = moe.Experts(make_weight(codes, count, 2 * inner, hidden), make_weight(codes, count, hidden, inner), *bias)
     spec = MoeFfn(count, 2, inner, clamp=clamp, alpha=1.702 if clamp else 1.0)
     x = torch.randn(tokens, hidden)
     ids = torch.stack([torch.randperm(count)[:2] for _ in range(tokens)]).to(torch.int32)
