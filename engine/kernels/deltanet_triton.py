@@ -1,7 +1,7 @@
 """The Triton kernels behind engine/kernels/deltanet.py, which alone imports this file.
 
-Decode is one kernel. A prompt takes five: convolution and gates; the convolution's past columns; within every chunk of
-64 tokens the triangular solve; the pass over the chunks, which carries the state; the gated norm. A chunk belongs to
+Decode is one kernel. A prompt takes more: gates; convolution of q, k and v; the convolution's past columns; within every
+chunk of 64 tokens the triangular solve; the pass over the chunks, which carries the state; the gated norm. A chunk belongs to
 one request, so that requests of any lengths go together and none sees another.
 """
 
@@ -17,6 +17,7 @@ from engine.config import DeltaNet
 from engine.kernels.deltanet import CHUNK, L2_EPS, DeltaWeights, channels, row_width
 
 BLOCK_TOKENS = 16
+TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 @triton.jit
@@ -61,7 +62,7 @@ def _convolve_step(
 
 @triton.jit
 def step_kernel(
-    y, conv_weight, a_log, dt_bias, norm, conv, state, positions, state_slots, out, size, eps, l2_eps,
+    y, conv_weight, a_log, dt_bias, norm, conv, state, positions, state_slots, out, size, scale, eps, l2_eps,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, CONV: tl.constexpr,
     WIDTH: tl.constexpr, CHANNELS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
@@ -80,7 +81,7 @@ def step_kernel(
                        WIDTH, CHANNELS, CONV, PARTS, dtype)  # fmt: skip
     v = _convolve_step(y, conv_weight, conv, row, slot, position, 2 * KEY_HEADS * DK + head * DV + values, True, size,
                        WIDTH, CHANNELS, CONV, PARTS, dtype)  # fmt: skip
-    q = q * tl.rsqrt(tl.sum(q * q, 0) + l2_eps) * (1.0 / tl.sqrt(DK * 1.0))
+    q = q * tl.rsqrt(tl.sum(q * q, 0) + l2_eps) * scale
     k = k * tl.rsqrt(tl.sum(k * k, 0) + l2_eps)
     gates = row * WIDTH + CHANNELS + VALUE_HEADS * DV + head
     beta = 1.0 / (1.0 + tl.exp(-_projected(y, gates, True, size, PARTS, dtype)))
@@ -108,63 +109,56 @@ def _request_of(row, query_start, requests, REQUESTS: tl.constexpr):
 
 
 @triton.jit
-def prepare_kernel(
-    y, conv_weight, a_log, dt_bias, conv, positions, state_slots, query_start, q, k, v, beta, g,
-    rows_total, requests, size, l2_eps,
-    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, CONV: tl.constexpr,
-    WIDTH: tl.constexpr, CHANNELS: tl.constexpr, PARTS: tl.constexpr, REQUESTS: tl.constexpr, TOKENS: tl.constexpr,
-    HEADS_POW2: tl.constexpr,
+def gates_kernel(
+    y, a_log, dt_bias, beta, g, rows_total, size,
+    VALUE_HEADS: tl.constexpr, HEADS: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
+    TOKENS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """For TOKENS rows: one head of q or k (normalised) or v, or, in the last program, the gates of all heads."""
-    unit = tl.program_id(1)
+    """beta and g of TOKENS rows, from the columns of b and a, which begin at FIRST."""
     row = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    head = tl.arange(0, HEADS)
+    known = head < VALUE_HEADS
+    mask = (row < rows_total)[:, None] & known[None, :]
+    at = row.to(tl.int64)[:, None] * WIDTH + FIRST + head[None, :]
+    b = _projected(y, at, mask, size, PARTS, DTYPE)
+    a = _projected(y, at + VALUE_HEADS, mask, size, PARTS, DTYPE)
+    to = row.to(tl.int64)[:, None] * VALUE_HEADS + head[None, :]
+    tl.store(beta + to, 1.0 / (1.0 + tl.exp(-b)), mask=mask)
+    tl.store(g + to, _decay(a, head[None, :], a_log, dt_bias, known[None, :]), mask=mask)
+
+
+@triton.jit
+def prepare_kernel(
+    y, conv_weight, conv, positions, state_slots, query_start, out, rows_total, requests, size, first, scale, l2_eps,
+    HEADS: tl.constexpr, D: tl.constexpr, NORMALIZE: tl.constexpr, CONV: tl.constexpr, WIDTH: tl.constexpr,
+    CHANNELS: tl.constexpr, PARTS: tl.constexpr, REQUESTS: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """One head of q, k or v (whose channels begin at `first`) of TOKENS rows: out [rows, HEADS, D]."""
+    row = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    head = tl.program_id(1)
     dtype: tl.constexpr = conv.dtype.element_ty
     request = _request_of(row, query_start, requests, REQUESTS)
     live = (row < rows_total) & (request < requests)
     wide = row.to(tl.int64)
-    if unit == 2 * KEY_HEADS + VALUE_HEADS:
-        head = tl.arange(0, HEADS_POW2)
-        mask = live[:, None] & (head < VALUE_HEADS)[None, :]
-        at = wide[:, None] * WIDTH + CHANNELS + VALUE_HEADS * DV + head[None, :]
-        b = _projected(y, at, mask, size, PARTS, dtype)
-        a = _projected(y, at + VALUE_HEADS, mask, size, PARTS, dtype)
-        to = wide[:, None] * VALUE_HEADS + head[None, :]
-        tl.store(beta + to, 1.0 / (1.0 + tl.exp(-b)), mask=mask)
-        tl.store(g + to, _decay(a, head, a_log, dt_bias, head < VALUE_HEADS), mask=mask)
-    else:
-        D: tl.constexpr = DK if DK > DV else DV
-        is_value = unit >= 2 * KEY_HEADS
-        width = tl.where(is_value, DV, DK)
-        first = tl.where(is_value, 2 * KEY_HEADS * DK + (unit - 2 * KEY_HEADS) * DV, unit * DK)
-        column = tl.arange(0, D)
-        inside = column < width
-        channel = first + column
-        mask = live[:, None] & inside[None, :]
-        start = tl.load(query_start + request, mask=live, other=0)
-        slot = tl.load(state_slots + request, mask=live, other=0).to(tl.int64)
-        position = tl.load(positions + row, mask=live, other=0)
-        total = tl.zeros((TOKENS, D), tl.float32)
-        for back in tl.static_range(CONV):
-            here = (row - back >= start)[:, None] & mask
-            value = _projected(y, (wide - back)[:, None] * WIDTH + channel[None, :], here, size, PARTS, dtype)
-            past = position - back
-            stored = (row - back < start)[:, None] & (past >= 0)[:, None] & mask
-            at = (slot * CONV + (past + CONV) % CONV)[:, None] * CHANNELS + channel[None, :]
-            value += tl.load(conv + at, mask=stored, other=0.0).to(tl.float32)
-            weight = tl.load(conv_weight + channel * CONV + CONV - 1 - back, mask=inside, other=0.0).to(tl.float32)
-            total += value * weight[None, :]
-        total = _silu(total)
-        if is_value:
-            to = v + (wide * VALUE_HEADS + unit - 2 * KEY_HEADS)[:, None] * DV + column[None, :]
-            tl.store(to, total.to(dtype), mask=mask)
-        else:
-            total *= tl.rsqrt(tl.sum(total * total, 1) + l2_eps)[:, None]
-            if unit < KEY_HEADS:
-                to = q + (wide * KEY_HEADS + unit)[:, None] * DK + column[None, :]
-                tl.store(to, (total * (1.0 / tl.sqrt(DK * 1.0))).to(dtype), mask=mask)
-            else:
-                to = k + (wide * KEY_HEADS + unit - KEY_HEADS)[:, None] * DK + column[None, :]
-                tl.store(to, total.to(dtype), mask=mask)
+    channel = first + head * D + tl.arange(0, D)
+    start = tl.load(query_start + request, mask=live, other=0)
+    slot = tl.load(state_slots + request, mask=live, other=0).to(tl.int64)
+    position = tl.load(positions + row, mask=live, other=0)
+    total = tl.zeros((TOKENS, D), tl.float32)
+    for back in tl.static_range(CONV):
+        here = live & (row - back >= start)
+        at = (wide - back)[:, None] * WIDTH + channel[None, :]
+        value = _projected(y, at, here[:, None], size, PARTS, dtype)
+        past = position - back
+        stored = live & (row - back < start) & (past >= 0)
+        at = (slot * CONV + (past + CONV) % CONV)[:, None] * CHANNELS + channel[None, :]
+        value += tl.load(conv + at, mask=stored[:, None], other=0.0).to(tl.float32)
+        total += value * tl.load(conv_weight + channel * CONV + CONV - 1 - back).to(tl.float32)[None, :]
+    total = _silu(total)
+    if NORMALIZE:
+        total *= (scale * tl.rsqrt(tl.sum(total * total, 1) + l2_eps))[:, None]
+    to = out + (wide * HEADS + head)[:, None] * D + tl.arange(0, D)[None, :]
+    tl.store(to, total.to(dtype), mask=live[:, None])
 
 
 @triton.jit
@@ -304,8 +298,8 @@ def step(y: Tensor, spec: DeltaNet, weights: DeltaWeights, batch: Batch, cache: 
     out = torch.empty(rows, spec.value_heads * spec.value_dim, dtype=cache.conv.dtype, device=y.device)
     step_kernel[(rows, spec.value_heads)](
         y, weights.conv, weights.a_log, weights.dt_bias, weights.norm, cache.conv, cache.state, batch.positions,
-        batch.state_slots, out, rows * row_width(spec), weights.eps, L2_EPS,
-        *_heads(spec), spec.conv, row_width(spec), channels(spec), parts, num_warps=8,
+        batch.state_slots, out, rows * row_width(spec), spec.key_dim**-0.5, weights.eps, L2_EPS,
+        *_heads(spec), spec.conv, row_width(spec), channels(spec), parts, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -326,12 +320,17 @@ def prefill(y: Tensor, spec: DeltaNet, weights: DeltaWeights, batch: Batch, cach
     beta, g = empty(rows, heads, dtype=torch.float32), empty(rows, heads, dtype=torch.float32)
     attention, out = empty(rows, heads, CHUNK), empty(rows, heads * dv)
     blocks = triton.cdiv(rows, BLOCK_TOKENS)
-    prepare_kernel[(blocks, 2 * spec.key_heads + heads + 1)](
-        y, weights.conv, weights.a_log, weights.dt_bias, cache.conv, batch.positions, batch.state_slots,
-        batch.query_start, q, k, v, beta, g, rows, requests, size, L2_EPS,
-        *_heads(spec), spec.conv, width, columns, parts, bound, BLOCK_TOKENS, triton.next_power_of_2(heads),
-        num_warps=4,
+    gates_kernel[(blocks,)](
+        y, weights.a_log, weights.dt_bias, beta, g, rows, size, heads, triton.next_power_of_2(heads),
+        columns + heads * dv, width, parts, BLOCK_TOKENS, TRITON_DTYPES[dtype], num_warps=2,
     )  # fmt: skip
+    keys = spec.key_heads * dk
+    for part, first, scale in ((q, 0, dk**-0.5), (k, keys, 1.0), (v, 2 * keys, 1.0)):
+        prepare_kernel[(blocks, part.shape[1])](
+            y, weights.conv, cache.conv, batch.positions, batch.state_slots, batch.query_start, part,
+            rows, requests, size, first, scale, L2_EPS, part.shape[1], part.shape[2], part is not v,
+            spec.conv, width, columns, parts, bound, BLOCK_TOKENS, num_warps=4,
+        )  # fmt: skip
     keep_columns_kernel[(requests, triton.cdiv(columns, 1024))](
         y, cache.conv, batch.positions, batch.state_slots, batch.query_start, size,
         width, columns, spec.conv, parts, 1024, num_warps=4,
