@@ -1,7 +1,7 @@
 """Latent attention over the paged latent cache, in the absorbed form (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
 The cache holds, for each token, kv_rank latents c (in LayerCache.k) and rope_dim rotated values r (in LayerCache.v),
-shared by all heads. With the key's up-projection absorbed into the query, head h has
+shared by all heads, the first members of the rotated pairs before the second. With the key's up-projection absorbed into the query, head h has
     score = (q_latent[h] . c + q_rope[h] . r) * scale,   out[h] = softmax(score) c.
 """
 
@@ -27,24 +27,15 @@ def latent_write(
     return mla_triton.latent_write(y, spec, q_weight, kv_weight, table, batch, cache, dtype)
 
 
-def rotate_queries(q_rope: Tensor, spec: LatentAttention, table: Tensor, batch: Batch) -> Tensor:
-    """q_rope [T, heads, rope_dim] rotated by each row's position, in its own dtype."""
-    if not q_rope.is_cuda:
-        return rotate_queries_reference(q_rope, spec, table, batch)
-    from engine.kernels import mla_triton
-
-    return mla_triton.rotate_queries(q_rope, spec, table, batch)
-
-
 def latent_attention(
-    q_latent: Tensor, q_rope: Tensor, spec: LatentAttention, batch: Batch, cache: LayerCache
+    q_latent: Tensor, q_rope: Tensor, spec: LatentAttention, table: Tensor, batch: Batch, cache: LayerCache
 ) -> Tensor:
-    """q_latent [T, heads, kv_rank], q_rope [T, heads, rope_dim] -> [T, heads, kv_rank]; causal by positions."""
+    """q_latent [T, heads, kv_rank], q_rope [T, heads, rope_dim] (rotated here) -> [T, heads, kv_rank]; causal."""
     if not q_latent.is_cuda:
-        return latent_attention_reference(q_latent, q_rope, spec, batch, cache)
+        return latent_attention_reference(q_latent, q_rope, spec, table, batch, cache)
     from engine.kernels import mla_triton
 
-    return mla_triton.latent_attention(q_latent, q_rope, spec, batch, cache)
+    return mla_triton.latent_attention(q_latent, q_rope, spec, table, batch, cache)
 
 
 # ---------------------------------------------------------------------------------------------- references
@@ -63,15 +54,12 @@ def latent_write_reference(
     return _rms_norm(q, q_weight, spec.latent_eps).to(dtype)
 
 
-def rotate_queries_reference(q_rope: Tensor, spec: LatentAttention, table: Tensor, batch: Batch) -> Tensor:
-    return _rotate(q_rope.float(), table[batch.positions.long()], spec.rope.interleaved).to(q_rope.dtype)
-
-
 def latent_attention_reference(
-    q_latent: Tensor, q_rope: Tensor, spec: LatentAttention, batch: Batch, cache: LayerCache
+    q_latent: Tensor, q_rope: Tensor, spec: LatentAttention, table: Tensor, batch: Batch, cache: LayerCache
 ) -> Tensor:
     """Request by request in float32; rows of no request, and of requests without cached tokens, give zeros."""
-    out = torch.zeros_like(q_latent)
+    out = torch.zeros(q_latent.shape, dtype=q_latent.dtype, device=q_latent.device)
+    q_rope = _rotate(q_rope.float(), table[batch.positions.long()], spec.rope.interleaved).to(q_rope.dtype)
     starts = batch.query_start.tolist()
     for request, length in enumerate(batch.kv_len.tolist()):
         span = slice(starts[request], starts[request + 1])
@@ -113,10 +101,10 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _rotate(x: Tensor, at: Tensor, interleaved: bool) -> Tensor:
-    """x [T, heads, D] rotated by at [T, D] (cos of every pair, then sin), float32."""
+    """x [T, heads, D] rotated by at [T, D] (cos of every pair, then sin), float32: [first of every pair, second ...].
+
+    That order is the cache's for interleaved pairs too: a score is the same in any order.
+    """
     cos, sin = at[:, None, : x.shape[-1]].chunk(2, dim=-1)
-    if interleaved:
-        a, b = x[..., 0::2], x[..., 1::2]
-        return torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
-    a, b = x.chunk(2, dim=-1)
+    a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.batch import Batch, LayerCache
 from engine.config import LatentAttention
-from engine.kernels.mla import latent_attention, latent_write, rotate_queries
+from engine.kernels.mla import latent_attention, latent_write
 from engine.layers.build import Build
 from engine.quant import QuantWeight, dequantize
 
@@ -59,8 +59,7 @@ class LatentAttentionLayer:
         query = self.query(latents).reshape(rows, spec.heads, -1)
         nope, rope = query.split([spec.nope_dim, spec.rope_dim], dim=-1)
         absorbed = torch.bmm(nope.transpose(0, 1), self.key_up).transpose(0, 1)
-        rope = rotate_queries(rope, spec, self.table, batch)
-        mixed = latent_attention(absorbed, rope, spec, batch, cache)
+        mixed = latent_attention(absorbed, rope, spec, self.table, batch, cache)
         values = torch.bmm(mixed.transpose(0, 1), self.value_down).transpose(0, 1)
         return self.out.partials(values.reshape(rows, -1))
 
