@@ -1,8 +1,8 @@
 """The Triton kernels behind engine/kernels/deltanet.py, which alone imports this file.
 
-Decode is one kernel. A prompt takes more: gates; convolution of q, k and v; the convolution's past columns; within every
-chunk of 64 tokens the triangular solve; the pass over the chunks, which carries the state; the gated norm. A chunk belongs to
-one request, so that requests of any lengths go together and none sees another.
+Decode is one kernel. A prompt takes more: gates; convolution of q, k and v; the convolution's past columns; within
+every chunk of 64 tokens the triangular solve; the pass over the chunks, which carries the state; the gated norm. A
+chunk belongs to one request, so that requests of any lengths go together and none sees another.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.f
 
 @triton.jit
 def _projected(y, at, mask, size, PARTS: tl.constexpr, DTYPE: tl.constexpr):
-    """Elements `at` of the rows y, summed over its PARTS parts of `size` elements, as the activation dtype holds them."""
+    """Elements `at` of the rows y, its PARTS parts (of `size` elements) summed, as the activation dtype holds them."""
     value = tl.load(y + at, mask=mask, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
         value += tl.load(y + part * size + at, mask=mask, other=0.0)

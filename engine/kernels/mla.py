@@ -1,7 +1,8 @@
 """Latent attention over the paged latent cache, in the absorbed form (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
 The cache holds, for each token, kv_rank latents c (in LayerCache.k) and rope_dim rotated values r (in LayerCache.v),
-shared by all heads, the first members of the rotated pairs before the second. With the key's up-projection absorbed into the query, head h has
+shared by all heads; the first members of the rotated pairs stand before the second ones. With the key's up-projection
+absorbed into the query, head h has
     score = (q_latent[h] . c + q_rope[h] . r) * scale,   out[h] = softmax(score) c.
 """
 

@@ -53,9 +53,10 @@ def latent_write_kernel(
     )
     tl.store(q + row * Q_RANK + column, x.to(q.dtype.element_ty), mask=column < Q_RANK)
 
-    column = tl.arange(0, KV_BLOCK)
-    known = column < KV_RANK
-    latent = _rms_norm(_summed(y, base + Q_RANK + column, known, size, PARTS), kv_weight, column, known, KV_RANK, eps)
+    latent_column = tl.arange(0, KV_BLOCK)
+    latent_known = latent_column < KV_RANK
+    latent = _summed(y, base + Q_RANK + latent_column, latent_known, size, PARTS)
+    latent = _rms_norm(latent, kv_weight, latent_column, latent_known, KV_RANK, eps)
     pair = tl.arange(0, HALF_BLOCK)
     turned = pair < HALF
     first = base + Q_RANK + KV_RANK + (2 * pair if INTERLEAVED else pair)
@@ -73,11 +74,11 @@ def latent_write_kernel(
         v_step = tl.maximum(tl.max(tl.abs(a), 0), tl.max(tl.abs(b), 0)) / largest
         tl.store(k_scale + slot, k_step)
         tl.store(v_scale + slot, v_step)
-        tl.store(k + slot * KV_RANK + column, _quantized(latent, k_step, stored), mask=known)
+        tl.store(k + slot * KV_RANK + latent_column, _quantized(latent, k_step, stored), mask=latent_known)
         tl.store(v + slot * 2 * HALF + pair, _quantized(a, v_step, stored), mask=turned)
         tl.store(v + slot * 2 * HALF + HALF + pair, _quantized(b, v_step, stored), mask=turned)
     else:
-        tl.store(k + slot * KV_RANK + column, latent.to(stored), mask=known)
+        tl.store(k + slot * KV_RANK + latent_column, latent.to(stored), mask=latent_known)
         tl.store(v + slot * 2 * HALF + pair, a.to(stored), mask=turned)
         tl.store(v + slot * 2 * HALF + HALF + pair, b.to(stored), mask=turned)
 
@@ -126,9 +127,9 @@ def latent_attention_kernel(
             page = tl.load(page_table + request * max_pages + cached // PAGE, mask=known, other=0).to(tl.int64)
             slot = page * PAGE + cached % PAGE
             c = tl.load(k + slot[:, None] * KV_RANK + column[None, :], mask=known[:, None], other=0.0).to(dtype)
-            at = v + slot[None, :] * (2 * HALF) + pair[:, None]
-            ra = tl.load(at, mask=known[None, :], other=0.0).to(dtype)
-            rb = tl.load(at + HALF, mask=known[None, :], other=0.0).to(dtype)
+            turned_at = v + slot[None, :] * (2 * HALF) + pair[:, None]
+            ra = tl.load(turned_at, mask=known[None, :], other=0.0).to(dtype)
+            rb = tl.load(turned_at + HALF, mask=known[None, :], other=0.0).to(dtype)
             scores = tl.dot(ql, tl.trans(c), input_precision="ieee")
             turned = tl.dot(qa, ra, input_precision="ieee")
             turned = tl.dot(qb, rb, turned, input_precision="ieee")
@@ -206,7 +207,8 @@ def latent_attention(
     requests = batch.kv_len.shape[0]
     out = torch.empty(rows, heads, rank, dtype=q_latent.dtype, device=q_latent.device)
     segment, segments = _segments(batch)
-    m = 64 if batch.max_query * heads >= 64 else max(16, triton.next_power_of_2(batch.max_query * heads))
+    most = 64 if cache.k_scale is None else 32
+    m = min(most, max(16, triton.next_power_of_2(batch.max_query * heads)))
     partial = stats = out
     if batch.decode:
         partial = torch.empty(segments, rows * heads, rank, dtype=torch.float32, device=out.device)
@@ -218,7 +220,7 @@ def latent_attention(
         batch.kv_len, batch.page_table, out, partial, stats, rows, q_latent.stride(0), q_latent.stride(1),
         q_rope.stride(0), q_rope.stride(1), table.stride(0), batch.page_table.stride(0), segment, spec.scale,
         heads, rank, spec.rope_dim // 2, cache.page_size, m, 32, spec.rope.interleaved, cache.k_scale is not None,
-        batch.decode, num_warps=8 if m == 64 else 4, num_stages=2,
+        batch.decode, num_warps=8 if m >= 32 else 4, num_stages=2,
     )  # fmt: skip
     if batch.decode:
         combine_kernel[(rows * heads,)](

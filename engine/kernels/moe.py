@@ -232,8 +232,11 @@ def block_size(tokens: int, slots: int, experts: int) -> int:
     return 16 if mean <= 16 else 32 if mean <= 48 else 64
 
 
-def _launch_options(size: int) -> dict[str, int]:
-    return {"num_warps": 2, "num_stages": 4} if size == 16 else {"num_warps": 4, "num_stages": 3}
+def _launch_options(size: int, activates: bool = False) -> dict[str, int]:
+    """`activates`: the kernel reads partial sums, which take much shared memory a stage."""
+    if size > 16:
+        return {"num_warps": 4, "num_stages": 3}
+    return {"num_warps": 2, "num_stages": 2 if activates else 4}
 
 
 def _gate_up(
@@ -276,7 +279,7 @@ def _down(
         h, packed, scales, experts.gate_up_bias, experts.down_bias, ids, order, expert, weights, y,
         ids.numel(), tokens, hidden, groups_n, spec.alpha, spec.clamp or 0.0,
         slots, k_tiles, n_tiles, group, size, h.shape[0] if split else 1, split, groups is None,
-        experts.down_bias is not None, spec.clamp is not None, codes, asm, triton_dtype, **_launch_options(size),
+        experts.down_bias is not None, spec.clamp is not None, codes, asm, triton_dtype, **_launch_options(size, split),
     )  # fmt: skip
 
 

@@ -124,17 +124,20 @@ def _add_tile(
         low = tl.load(at, mask=(inputs < K)[None, :], other=0.0).to(DTYPE)
         high = tl.load(at + 32, mask=(inputs + 32 < K)[None, :], other=0.0).to(DTYPE)
         acc = tl.dot(low, x_low, acc, input_precision="ieee")
-        return tl.dot(high, x_high, acc, input_precision="ieee")
-    words = tl.load(packed + (tile_row * K_TILES + kt) * 512 + tl.arange(0, 512))
-    low, high = _unpack(words, CODES, DTYPE, ASM)
-    first = scales + tile_row * groups * 64
-    part = tl.dot(low, x_low, input_precision="ieee")
-    if GROUP >= 64:
-        part = tl.dot(high, x_high, part, input_precision="ieee")
-        return acc + part * _scale(first, (kt * 64 // GROUP) * 64 + rows, CODES)[:, None]
-    acc += part * _scale(first, kt * 128 + rows, CODES)[:, None]
-    part = tl.dot(high, x_high, input_precision="ieee")
-    return acc + part * _scale(first, kt * 128 + 64 + rows, CODES)[:, None]
+        acc = tl.dot(high, x_high, acc, input_precision="ieee")
+    else:
+        words = tl.load(packed + (tile_row * K_TILES + kt) * 512 + tl.arange(0, 512))
+        low, high = _unpack(words, CODES, DTYPE, ASM)
+        first = scales + tile_row * groups * 64
+        part = tl.dot(low, x_low, input_precision="ieee")
+        if GROUP >= 64:
+            part = tl.dot(high, x_high, part, input_precision="ieee")
+            acc += part * _scale(first, (kt * 64 // GROUP) * 64 + rows, CODES)[:, None]
+        else:
+            acc += part * _scale(first, kt * 128 + rows, CODES)[:, None]
+            part = tl.dot(high, x_high, input_precision="ieee")
+            acc += part * _scale(first, kt * 128 + 64 + rows, CODES)[:, None]
+    return acc
 
 
 @triton.jit

@@ -86,7 +86,7 @@ def test_padding_touches_only_null_page_and_slot(pair):
 
 
 def test_snapshot_of_a_state_resumes_exactly(pair):
-    name, _, decoder = pair
+    _, _, decoder = pair
     if not any(hasattr(cache, "state") for cache in Session(decoder).cache.layers):
         pytest.skip("no recurrent layer")
     tokens, session = prompt(), Session(decoder)
@@ -108,7 +108,7 @@ def test_snapshot_of_a_state_resumes_exactly(pair):
 def each_mixer(**changes):
     def change(config: ModelConfig) -> ModelConfig:
         def mixer(m):
-            return replace(m, **{k: v for k, v in changes.items()}) if all(hasattr(m, k) for k in changes) else m
+            return replace(m, **changes) if all(hasattr(m, k) for k in changes) else m
 
         return replace(config, layers=tuple(replace(layer, mixer=mixer(layer.mixer)) for layer in config.layers))
 
