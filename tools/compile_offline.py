@@ -2,10 +2,10 @@
 
     python -m tools.compile_offline [FILTER] [--targets 80,90,120] [--write]
 
-For every kernel: registers a thread, accesses to spilled registers in loops, shared memory, instructions of the main loop (the longest innermost
-loop, preferring one with matrix instructions) and those per key. `--write` records the figures in
-tools/compiled_kernels.json; `check` compares with them. A kernel fails when it spills, needs more shared memory than
-the GPU has, or its loop or its registers have grown by more than 5%.
+For every kernel: registers a thread, accesses to spilled registers in loops, shared memory, instructions of the main
+loop (the longest innermost loop, preferring one with matrix instructions) and those per key. `--write` records the
+figures in tools/compiled_kernels.json; without it they are compared with the record. A kernel fails when it spills in a
+loop, needs more shared memory than the GPU has, or its loop or its registers have grown by more than 5%.
 """
 
 from __future__ import annotations
