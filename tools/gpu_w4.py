@@ -1,0 +1,210 @@
+"""Checks, tunes and times the 4-bit product on a GPU: one call, a short table, full rows and the tuned plans in files.
+
+Timing: a CUDA graph of one launch a weight over weights that together exceed the L2 four times, replayed; the median.
+The whole operation counts: partial sums, their reduction, the output in bf16. References: cuBLAS on bf16 weights and
+PyTorch's own int4 product (tinygemm).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from engine.kernels import w4
+from engine.kernels.w4 import Plan
+from engine.quant import QuantWeight, dequantize
+
+PEERS = [(34816, 5120), (5120, 17408), (14336, 5120), (5120, 6144), (24576, 4096), (4096, 12288)]
+MODELS = [
+    (3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192), (128256, 2048),
+    (6144, 4096), (4096, 4096), (151936, 4096),
+    (10240, 5120), (5120, 8192), (51200, 5120), (5120, 25600), (151936, 5120),
+]  # fmt: skip
+BANDWIDTH = 4.3e12
+
+
+def random_weight(n: int, k: int) -> QuantWeight:
+    packed = torch.randint(0, 256, (-(-n // 64), k // 64, 2048), dtype=torch.uint8, device="cuda")
+    scales = torch.rand((-(-n // 64), k // 128, 64), device="cuda").mul_(0.02).add_(0.001).to(torch.bfloat16)
+    return QuantWeight(packed, scales, None, n, k, 128)
+
+
+def product(x: torch.Tensor, w: QuantWeight, p: Plan) -> torch.Tensor:
+    y = w4._stream(x, w, p) if p.kind == "stream" else w4._tile(x, w, p)
+    return y if y.dim() == 2 else w4.sum_partials(y, x.dtype)
+
+
+def timed(launches: list[Callable[[], object]], replays: int = 7) -> float:
+    """Microseconds of one launch: the median over replays of a graph that holds all of them."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for launch in launches:
+            launch()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for launch in launches:
+                launch()
+        times = []
+        for _ in range(replays + 1):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record(stream)
+            graph.replay()
+            end.record(stream)
+            stream.synchronize()
+            times.append(begin.elapsed_time(end) * 1e3 / len(launches))
+    return sorted(times[1:])[replays // 2]
+
+
+def candidates(n: int, k: int, rows: int) -> Iterator[Plan]:
+    """The plans worth timing: those that fill the GPU about evenly and whose parts are few beside the weight."""
+    groups, tiles = k // 128, -(-n // 64)
+    if rows <= 16:
+        found = []
+        for block, splits, steps, stages in (
+            (b, s, t, g) for b in (64, 128) for s in range(1, 25) for t in (1, 2, 3, 4, 5, 6, 8, 11) for g in (3, 4)
+        ):
+            per_slice = -(-groups // splits)
+            blocks = -(-tiles * 64 // block)
+            programs = -(-blocks // steps) * splits
+            smem = per_slice * rows * 256 + stages * block * 66
+            if (splits - 1) * per_slice >= groups or smem > 100_000 or tiles * 64 % block or splits * rows * 8 > k:
+                continue
+            resident = 132 * min(228_000 // (smem + 1024), 3 if block == 128 else 5)
+            waves = -(-programs // resident)
+            waste = waves * resident * steps * per_slice / (blocks * groups)
+            found.append(
+                (waste + 4.0 * splits * rows / k + 1.5 / (waves * steps * per_slice), block, splits, steps, stages)
+            )
+        for _, block, splits, steps, stages in sorted(found)[:14]:
+            yield Plan("stream", rows, block, splits, stages, steps=steps)
+        return
+    found = []
+    for program_rows, block, warps in ((32, 64, 4), (32, 128, 4), (64, 64, 4), (64, 128, 4), (64, 128, 8), (128, 64, 4),
+                                       (128, 128, 8), (128, 128, 4)):  # fmt: skip
+        if program_rows > rows or program_rows < min(rows, 128) // 2 or tiles * 64 % block:
+            continue
+        for splits in (1, 2, 3, 4, 6, 8) if rows < 128 else (1, 2, 3, 6):
+            programs = rows // program_rows * -(-tiles * 64 // block) * splits
+            if groups // splits < 3 or programs > 1600 or (programs < 120 and splits < 6):
+                continue
+            for stages in (3, 4) if rows < 128 else (3,):
+                smem = stages * (program_rows * 256 + block * 66)
+                if smem < 200_000:
+                    found += [Plan("tile", program_rows, block, splits, stages, warps, parts=parts) for parts in
+                              ((False, True) if splits > 1 else (False,))]  # fmt: skip
+    yield from found
+
+
+def compile_plan(job: tuple[int, int, int, Plan]) -> str | None:
+    n, k, rows, p = job
+    try:
+        x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
+        product(x, random_weight(min(n, 512), k), p)
+        torch.cuda.synchronize()
+    except Exception as error:
+        return f"{job}: {type(error).__name__} {str(error)[:300]}"
+    return None
+
+
+def compile_key(job: tuple[int, int, int, Plan]) -> tuple:
+    _, k, rows, p = job
+    slice_tiles = -(-(-(-(k // 128) // p.splits) * 2) // 4) if p.kind == "stream" else 0
+    return p.kind, p.rows, p.block, p.stages, p.warps, p.parts, p.splits == 1, slice_tiles, k % 1024 == 0, rows == 1
+
+
+def references(weights: list[QuantWeight], x: torch.Tensor) -> dict[str, float]:
+    found = {}
+    dense = [dequantize(w, torch.bfloat16) for w in weights[: max(2, len(weights) // 4)]]
+    found["cublas"] = timed([lambda d=d: x @ d.T for d in dense])
+    del dense
+    found["dequantize"] = timed([lambda w=w: w4.w4_dequantize(w, x.dtype) for w in weights])
+    if x.shape[0] <= 8:
+        found["standard"] = timed([lambda w=w: w4.w4_standard(x, w) for w in weights])
+    if x.shape[0] <= 16:
+        n, k = weights[0].n, weights[0].k
+        form = (n // 8, k // 128, 32, 4)
+        packed = [torch.randint(0, 2**31 - 1, form, dtype=torch.int32, device="cuda") for _ in weights]
+        scales = torch.rand(k // 128, n, 2, device="cuda", dtype=torch.bfloat16)
+        found["tinygemm"] = timed([lambda p=p: torch.ops.aten._weight_int4pack_mm(x, p, 128, scales) for p in packed])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rows", default="8,16,32,64,128,256")
+    parser.add_argument("--shapes", default="peers", choices=["peers", "models", "all"])
+    parser.add_argument("--tune", action="store_true", help="time every candidate, not only the plan in use")
+    parser.add_argument("--references", action="store_true")
+    parser.add_argument("--out", default=".", type=Path)
+    parser.add_argument("--seconds", type=float, default=200)
+    args = parser.parse_args()
+    start = time.time()
+    shapes = {"peers": PEERS, "models": MODELS, "all": PEERS + MODELS}[args.shapes]
+    row_counts = [int(r) for r in args.rows.split(",")]
+    gpu, processors, _ = w4._gpu(torch.device("cuda"))
+
+    def plans(n: int, k: int, m: int) -> list[Plan]:
+        return (
+            list(candidates(n, k, m))
+            if args.tune
+            else [w4.plan(-(-n // 64), k // 64, 2, w4._bucket(m), gpu, processors)]
+        )
+
+    jobs = [(n, k, m, p) for n, k in shapes for m in row_counts for p in plans(n, k, m)]
+    unique = list({compile_key(job): job for job in jobs}.values())
+    with multiprocessing.get_context("spawn").Pool(15) as pool:
+        failures = [f for f in pool.map(compile_plan, unique, chunksize=2) if f]
+    print(f"compiled {len(unique)} kernels in {time.time() - start:.0f} s, {len(failures)} failed")
+    for failure in failures[:3]:
+        print("  ", failure)
+    tuned, table = {}, []
+    for n, k in shapes:
+        nbytes = random_weight(n, k).nbytes
+        weights = [random_weight(n, k) for _ in range(max(2, int(250e6 // nbytes) + 1))]
+        for m in row_counts:
+            x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+            truth = x.double() @ dequantize(weights[0], torch.bfloat16 if n > 100_000 else torch.float64).double().T
+            results = []
+            for _, _, _, p in [j for j in jobs if j[:3] == (n, k, m)]:
+                if time.time() - start > args.seconds:
+                    continue
+                try:
+                    got = product(x, weights[0], p).double()
+                    error = ((got - truth).norm() / truth.norm()).item()
+                    same = torch.equal(got, product(x, weights[0], p).double())
+                    if not (error < 4e-3 and same):
+                        print(f"WRONG {n}x{k} m={m} {p} error {error:.1e} repeatable {same}")
+                        continue
+                    results.append((timed([lambda w=w, x=x, p=p: product(x, w, p) for w in weights]), error, p))
+                except Exception as problem:
+                    print("failed", (n, k, m, p), str(problem)[:200])
+            if not results:
+                continue
+            us, error, best = min(results, key=lambda r: r[0])
+            tuned[f"{-(-n // 64)}x{k // 64}x2:{w4._bucket(m)}"] = asdict(best)
+            limit = nbytes / BANDWIDTH * 1e6
+            row = {"n": n, "k": k, "rows": m, "us": us, "error": error, "limit_us": limit, "plan": asdict(best)}
+            if args.references:
+                row |= references(weights, x)
+            table.append(row)
+            more = " ".join(
+                f"{key} {row[key]:.1f}" for key in ("cublas", "dequantize", "standard", "tinygemm") if key in row
+            )
+            print(f"{n}x{k} m={m} {us:.1f} us {row['limit_us'] / us:.0%} | {best.kind} r{best.rows} b{best.block} "
+                  f"s{best.splits} t{best.steps} g{best.stages} w{best.warps} p{best.parts:d} | {more}")  # fmt: skip
+        del weights
+    (args.out / "w4.json").write_text(json.dumps(table))
+    (args.out / "tuned.json").write_text(json.dumps({"w4": tuned}, indent=0))
+    print(f"{time.time() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
