@@ -2,10 +2,10 @@
 
     python -m tools.compile_offline [FILTER] [--targets 80,90,120] [--write]
 
-For every kernel: registers a thread, bytes spilled, shared memory, instructions of the main loop (the longest innermost
-loop, preferring one with matrix instructions) and those per key. `--write` records the figures in
-tools/compiled_kernels.json; `check` compares with them. A kernel fails when it spills, needs more shared memory than
-the GPU has, or its loop or its registers have grown by more than 5%.
+For every kernel: registers a thread, accesses to spilled registers in loops, shared memory, instructions of the main
+loop (the longest innermost loop, preferring one with matrix instructions) and those per key. `--write` records the
+figures in tools/compiled_kernels.json; without it they are compared with the record. A kernel fails when it spills in a
+loop, needs more shared memory than the GPU has, or its loop or its registers have grown by more than 5%.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ def compile_launch(launch: Launch, target: int) -> Compiled:
     source = ASTSource(launch.kernel, signature, constants, attributes)
     built = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
     sass, usage = _disassemble(built.asm["cubin"])
-    loop = main_loop(sass)
+    loop = len(main_loop(sass))
     keys = launch.meta.get("BLOCK_N")
     return Compiled(
         registers=int(re.search(r"REG:(\d+)", usage)[1]),
-        spilled=int(re.search(r"STACK:(\d+)", usage)[1]) + int(re.search(r"LOCAL:(\d+)", usage)[1]),
+        spilled=sum(spills(body) for body in loops(sass)),
         shared=built.metadata.shared,
         loop=loop,
         loop_per_key=round(loop / keys, 2) if keys else None,
@@ -101,22 +101,28 @@ def _disassemble(cubin: bytes) -> tuple[str, str]:
     return sass, usage
 
 
-def main_loop(sass: str) -> int:
-    """Instructions of the longest innermost loop, of those with matrix instructions where there are any."""
+def loops(sass: str) -> list[list[str]]:
+    """The instructions of every innermost loop: from the target of a backward branch to the branch."""
     code = [(int(address, 16), text) for address, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]+);", sass)]
     back = []
     for address, text in code:
         branch = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)
         if branch and int(branch[1], 16) < address:
             back.append((int(branch[1], 16), address))
-    inner = [
-        (start, end)
-        for start, end in back
-        if not any(start <= s and e <= end and (s, e) != (start, end) for s, e in back)
-    ]
-    bodies = [[text for address, text in code if start <= address <= end] for start, end in inner]
+    inner = [a for a in back if not any(a[0] <= b[0] and b[1] <= a[1] and a != b for b in back)]
+    return [[text for address, text in code if start <= address <= end] for start, end in inner]
+
+
+def main_loop(sass: str) -> list[str]:
+    """The longest innermost loop, of those with matrix instructions where there are any; empty without a loop."""
+    bodies = loops(sass)
     with_matrix = [body for body in bodies if any("MMA" in text for text in body)]
-    return max((len(body) for body in with_matrix or bodies), default=0)
+    return max(with_matrix or bodies, key=len, default=[])
+
+
+def spills(instructions: list[str]) -> int:
+    """Accesses to local memory."""
+    return sum(bool(re.search(r"\b(?:STL|LDL)\b", text)) for text in instructions)
 
 
 def compile_all(pattern: str, targets: list[int]) -> dict[str, dict[str, Any]]:
@@ -142,7 +148,9 @@ def problems(found: dict[str, dict[str, Any]], record: dict[str, dict[str, Any]]
         for target, now in by_target.items():
             limit = SHARED_LIMIT[int(target[3:])]
             if now["spilled"]:
-                lines.append(f"{name} spills {now['spilled']} bytes on {target}: use smaller tiles or more warps")
+                lines.append(
+                    f"{name} spills {now['spilled']} times in its loops on {target}: use smaller tiles or more warps"
+                )
             if now["shared"] > limit:
                 lines.append(f"{name} needs {now['shared']} bytes of shared memory on {target}, which has {limit}")
             before = record.get(name, {}).get(target)

@@ -263,7 +263,7 @@ def decode_cases(tune: bool) -> Iterator[Case]:
 
         configs = [None]
         if tune:
-            shapes = itertools.product((32, 64, 128), (2, 4), (2, 3, 4), (2, 3, 4))
+            shapes = itertools.product((32, 64, 128), (4, 8), (3, 5, 7), (2, 3, 4))
             configs += [dict(zip(("BLOCK_N", "num_warps", "num_stages", "programs"), s, strict=True)) for s in shapes]
         for config in configs:
 
@@ -300,7 +300,7 @@ def prefill_cases(tune: bool) -> Iterator[Case]:
 
         configs = [None]
         if tune:
-            shapes = itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3))
+            shapes = itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3, 5))
             configs += [dict(zip(("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"), s, strict=True)) for s in shapes]
         for config in configs:
 

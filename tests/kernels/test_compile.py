@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.compile_offline import main_loop, problems
+from tools.compile_offline import main_loop, problems, spills
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,7 +34,7 @@ def test_problems_are_named():
     good = {"registers": 100, "spilled": 0, "shared": 1000, "loop": 200, "loop_per_key": 3.0}
     record = {"k": {"sm_120": good}}
     assert problems({"k": {"sm_120": good}}, record) == []
-    assert "spills 8 bytes on sm_120" in problems({"k": {"sm_120": good | {"spilled": 8}}}, record)[0]
+    assert "spills 8 times in its loops on sm_120" in problems({"k": {"sm_120": good | {"spilled": 8}}}, record)[0]
     assert "needs 101377 bytes" in problems({"k": {"sm_120": good | {"shared": 101377}}}, record)[0]
     assert "loop 200 -> 213" in problems({"k": {"sm_120": good | {"loop": 213}}}, record)[0]
     assert "has no record for sm_120" in problems({"new": {"sm_120": good}}, record)[0]
@@ -44,4 +44,5 @@ def test_the_main_loop_is_the_longest_innermost_one_with_matrix_instructions():
     lines = ["MOV R1, R2", "HMMA.16816.F32 R4, R4", "ADD R1", "@P0 BRA 0x10", "ADD R2", "ADD R2", "ADD R3", "ADD R4",
              "@P1 BRA 0x40", "@P2 BRA 0x0", "EXIT"]  # fmt: skip
     sass = "\n".join(f"        /*{16 * i:04x}*/                   {line} ;" for i, line in enumerate(lines))
-    assert main_loop(sass) == 3
+    assert main_loop(sass) == ["HMMA.16816.F32 R4, R4", "ADD R1", "@P0 BRA 0x10"]
+    assert spills(["STL [R1], R2", "LDL.64 R2, [R1]", "LDS R1, [R2]"]) == 2
