@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -303,7 +302,9 @@ def w4_tile_kernel(
         async_copy.wait_group(STAGES - 3)
         gl.thread_barrier()
         after = (tile + 1) % STAGES
-        a_next = _a_operand(w_ring.index(after).load(w_layout), BN, a_layout) * s_ring.index(after).load(a_rows)[:, None]
+        a_next = (
+            _a_operand(w_ring.index(after).load(w_layout), BN, a_layout) * s_ring.index(after).load(a_rows)[:, None]
+        )
         acc = warpgroup_mma_wait(0, deps=[flight])
         ahead = tile + STAGES - 1
         if ahead < k_count:
