@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.config import EngineError, MoeFfn
 from engine.kernels.moe import ExpertWeights
 from engine.quant import TILE_K, TILE_N, QuantWeight, pack_mxfp4, pad_tiles, quantize, stack_experts
-from engine.weights import WeightSource, kept_in_16bit
+from engine.weights import DTYPES, WeightSource, kept_in_16bit
 from engine.weights.synthetic import SyntheticSource
 
 Matrix = QuantWeight | Tensor
@@ -101,7 +101,9 @@ def _one_by_one(source: WeightSource, expert: str, hidden: int, inner: int) -> l
 def _stacked(source: WeightSource, module: str, spec: MoeFfn, hidden: int) -> list[list[Matrix]]:
     inner, experts, turned = spec.intermediate, spec.experts, spec.interleaved_gate_up
     shape = (experts, hidden, 2 * inner) if turned else (experts, 2 * inner, hidden)
-    gate_up = source.tensor(f"{module}.experts.gate_up_proj", shape)
+    int4 = source.weights_dtype == "int4" and not kept_in_16bit(source.config, f"{module}.experts")
+    dtype = DTYPES.get(source.weights_dtype)
+    gate_up = source.tensor(f"{module}.experts.gate_up_proj", shape, dtype)
     down = source.tensor(
         f"{module}.experts.down_proj", (experts, inner, hidden) if turned else (experts, hidden, inner)
     )
@@ -111,7 +113,7 @@ def _stacked(source: WeightSource, module: str, spec: MoeFfn, hidden: int) -> li
     for i in range(experts):
         gate, up = (gate_up[i, 0::2], gate_up[i, 1::2]) if turned else gate_up[i].chunk(2)
         matrices = [gate, up, down[i]]
-        rows.append([quantize(m) for m in matrices] if source.weights_dtype == "int4" else matrices)
+        rows.append([quantize(m) for m in matrices] if int4 else matrices)
     return rows
 
 

@@ -21,12 +21,12 @@ ORACLES = json.loads((Path(__file__).parents[1] / "data" / "tiny_oracles.json").
 
 
 class DictSource:
-    """A weight source over a state dict, dense, in the dtype given; `asked` remembers what was used."""
+    """A weight source over a state dict, dense, in the dtype given."""
 
     weights_dtype = "fp32"
 
-    def __init__(self, tensors: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> None:
-        self.tensors, self.dtype, self.asked = tensors, dtype, set()
+    def __init__(self, tensors: dict[str, Tensor], config: ModelConfig, dtype: torch.dtype = torch.float32) -> None:
+        self.tensors, self.config, self.dtype = tensors, config, dtype
 
     def linear(self, names, out_features, in_features):
         parts = [self._take(f"{name}.weight", (n, in_features)) for name, n in zip(names, out_features, strict=True)]
@@ -42,7 +42,6 @@ class DictSource:
         return name in self.tensors or f"{name}.weight" in self.tensors
 
     def _take(self, name, shape):
-        self.asked.add(name)
         assert tuple(self.tensors[name].shape) == tuple(shape), (name, tuple(self.tensors[name].shape), tuple(shape))
         return self.tensors[name]
 
@@ -76,19 +75,18 @@ def spread(name: str, tensor: Tensor) -> float:
 
 def our_decoder(model, name: str, config: ModelConfig | None = None) -> Decoder:
     """A decoder over the same weights, float32 on the CPU; `config` None takes the model's own geometry."""
-    return Decoder(
-        Build(config or our_config(model, name), source_of(model), torch.device("cpu"), torch.float32, "fused", 256)
-    )
+    config = config or our_config(model, name)
+    return Decoder(Build(config, source_of(model, config), torch.device("cpu"), torch.float32, "fused", 256))
 
 
 def our_config(model, name: str) -> ModelConfig:
     return from_hf({**model.config.to_dict(), "model_type": model.config.model_type}, name)
 
 
-def source_of(model, tensors: dict[str, Tensor] | None = None) -> DictSource:
+def source_of(model, config: ModelConfig) -> DictSource:
     canonical = family(model.config.model_type).canonical
-    named = {canonical(key): value for key, value in (tensors or model.state_dict()).items()}
-    return DictSource({k: v for k, v in named.items() if k is not None})
+    named = {canonical(key): value for key, value in model.state_dict().items()}
+    return DictSource({k: v for k, v in named.items() if k is not None}, config)
 
 
 class Session:
