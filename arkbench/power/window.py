@@ -93,25 +93,19 @@ def _interpolate(points: Sequence[tuple[float, float]], t: float) -> float:
 def integrated_energy(samples: Sequence[Sample], t0: float, t1: float, max_gap_s: float) -> Figure:
     """Energy between t0 and t1 by the trapezoid rule over the power samples.
 
-    Spans longer than max_gap_s without a sample are named; when they make up more than a tenth of the window, or an
-    end of the window has no sample within max_gap_s, there is no figure.
+    Spans longer than max_gap_s without a sample are named; when they make up more than a tenth of the window, or the
+    samples do not reach beyond both ends, there is no figure.
     """
     points = [(s.time_s, s.watts) for s in samples if s.watts is not None]
-    inner = [p for p in points if t0 < p[0] < t1]
-    before = next((p for p in reversed(points) if p[0] <= t0), None)
-    after = next((p for p in points if p[0] >= t1), None)
-    line = [p for p in (before, *inner, after) if p is not None]
-    if len(line) < 2:
-        return Figure(None, ("no power samples in the window",))
-    start, end = max(t0, line[0][0]), min(t1, line[-1][0])
-    uncovered = (start - t0) + (t1 - end)
+    first = bisect_right(points, t0, key=lambda p: p[0]) - 1
+    last = bisect_left(points, t1, key=lambda p: p[0])
+    if first < 0 or last == len(points):
+        return Figure(None, ("no power samples before or after the window",))
+    line = points[first : last + 1]
     gaps = [min(b[0], t1) - max(a[0], t0) for a, b in pairwise(line) if b[0] - a[0] > max_gap_s]
-    if uncovered > max_gap_s:
-        gaps.append(uncovered)
     if sum(gaps) > GAP_SHARE_LIMIT * (t1 - t0):
         return Figure(None, (f"no power samples for {sum(gaps):.2f} s of the window's {t1 - t0:.2f} s",))
     area = sum(_area(a, b, t0, t1) for a, b in pairwise(line))
-    area += (start - t0) * line[0][1] + (t1 - end) * line[-1][1]
     return Figure(area, (f"no power samples for {max(gaps):.2f} s",) if gaps else ())
 
 
