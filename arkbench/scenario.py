@@ -16,7 +16,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloat, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    ValidationError,
+    model_validator,
+)
 
 from arkbench.errors import UserError
 from arkbench.paths import scenarios_dir
@@ -36,7 +45,7 @@ def _no_repeats(values: list[Any]) -> list[Any]:
 
 
 Count = Annotated[int, Field(strict=True, gt=0)]
-Counts = Annotated[list[Count], BeforeValidator(_as_list), Field(min_length=1), BeforeValidator(_no_repeats)]
+Counts = Annotated[list[Count], BeforeValidator(_as_list), Field(min_length=1), AfterValidator(_no_repeats)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
 

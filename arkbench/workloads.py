@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 
 from arkbench import prompts
@@ -47,7 +47,9 @@ def _requests_per_stream(cell: Cell) -> int:
     return max(2, min(wanted, affordable))
 
 
-def rounds(cell: Cell, source: PromptSource, limits: Limits) -> Iterator[Load]:
+def rounds(
+    cell: Cell, source: PromptSource, limits: Limits
+) -> Generator[Load, Mapping[int, Sequence[int] | None] | None, None]:
     """The loads of one repetition, one after the other; all but conversations have one.
 
     A conversation is a generator that is sent the answers of each round (request -> tokens, or None where the target
@@ -90,7 +92,9 @@ def _arrivals(cell: Cell, count: int, seed: int) -> list[float]:
     return times
 
 
-def _turns(cell: Cell, source: PromptSource, limits: Limits) -> Iterator[Load]:
+def _turns(
+    cell: Cell, source: PromptSource, limits: Limits
+) -> Generator[Load, Mapping[int, Sequence[int] | None] | None, None]:
     users, turns, streams = cell.users or 1, cell.turns or 1, cell.streams or 1
     output = cell.output_tokens or 1
     shared = prompts.shared_beginning(cell.shared_tokens, source.vocab, source.seed, source.first_number)
