@@ -66,7 +66,7 @@ def rotate(x: Tensor, table: Tensor, rope: Rope) -> Tensor:
 
 
 def _store(cache: Tensor, scale: Tensor | None, slots: Tensor, values: Tensor) -> None:
-    """values [T, kv_heads, D] into cache [pages, kv_heads, page_size, D] at the slots, quantized where it has scales."""
+    """values [T, kv_heads, D] into cache [pages, kv_heads, page_size, D]; quantized where there are scales."""
     pages, offsets = slots.long() // cache.shape[2], slots.long() % cache.shape[2]
     if scale is None:
         cache[pages, :, offsets] = values.to(cache.dtype)

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from engine.quant import QuantWeight, expand_groups, unpack
 
-
 # Weights unpacked at a time: small enough to be multiplied while they are in the cache.
 BLOCK_WEIGHTS = 1 << 18
 

@@ -101,14 +101,12 @@ def with_window(attention: Attention, window: int | None) -> Attention:
     return replace(attention, window=window)
 
 
-def model_of(
-    hf: dict[str, Any], name: str, family: str, layers: tuple[LayerSpec, ...], **extra: Any
-) -> ModelConfig:
+def model_of(hf: dict[str, Any], name: str, family: str, layers: tuple[LayerSpec, ...], **extra: Any) -> ModelConfig:
     """The fields every family reads alike; `extra` sets the rest of ModelConfig."""
     return ModelConfig(
         name=name, family=family, hidden=required(hf, "hidden_size", name), vocab=required(hf, "vocab_size", name),
-        layers=layers, norm_eps=hf.get("rms_norm_eps", 1e-6), tied_embeddings=bool(hf.get("tie_word_embeddings", False)),
-        max_positions=hf.get("max_position_embeddings", 4096), eos_token_ids=eos_ids(hf), **extra,
+        layers=layers, norm_eps=hf.get("rms_norm_eps", 1e-6), max_positions=hf.get("max_position_embeddings", 4096),
+        tied_embeddings=bool(hf.get("tie_word_embeddings", False)), eos_token_ids=eos_ids(hf), **extra,
     )  # fmt: skip
 
 

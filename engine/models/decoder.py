@@ -39,9 +39,7 @@ class DecoderLayer:
             build_ffn(spec.ffn, build, prefix),
         )
 
-    def __call__(
-        self, y: Tensor | None, residual: Tensor, batch: Batch, cache: LayerCache | StateCache
-    ) -> Tensor:
+    def __call__(self, y: Tensor | None, residual: Tensor, batch: Batch, cache: LayerCache | StateCache) -> Tensor:
         """y: the sublayer output not yet added to the residual (None at the first layer); returns the next such."""
         x = self.mixer_norm(residual) if y is None else self.mixer_norm.add(y, residual)
         x = self.ffn_norm.add(self.mixer(x, batch, cache), residual)
@@ -70,9 +68,7 @@ class Decoder:
         for linear in self.linears.values():
             linear.kernels = kernels
 
-    def __call__(
-        self, batch: Batch, caches: list[LayerCache | StateCache], residual: Tensor | None = None
-    ) -> Tensor:
+    def __call__(self, batch: Batch, caches: list[LayerCache | StateCache], residual: Tensor | None = None) -> Tensor:
         """Runs one step. `caches`: one for each layer held here. `residual` [T, H]: what the stage before handed over.
 
         Returns the logits [S, vocab] of `batch.sample_rows` on the last stage, else the residual [T, H].
