@@ -140,10 +140,9 @@ def _judge_requests(key: CellKey, pairs: Sequence[Pair]) -> Judgement:
 
 def _exact_rows(key: CellKey, pairs: Sequence[Pair], outputs: bool) -> list[Row]:
     checks = {"failed requests": _judge_requests(key, pairs)}
-    if outputs:
-        base, head = _pair_hashes(key, pairs)
-        if base or head:
-            checks["outputs"] = judge_equal(base, head, "output hashes")
+    same_outputs = _judge_outputs(key, pairs) if outputs else None
+    if same_outputs:
+        checks["outputs"] = same_outputs
     if all(run.tokens is not None for p in pairs for run in (p.base, p.head)):
         base_tokens = {(i, *k): v for i, p in enumerate(pairs) for k, v in p.base.tokens[key].items()}
         head_tokens = {(i, *k): v for i, p in enumerate(pairs) for k, v in p.head.tokens[key].items()}
@@ -155,12 +154,20 @@ def _exact_rows(key: CellKey, pairs: Sequence[Pair], outputs: bool) -> list[Row]
     return [Row(key, name, j.state, worsening=j.worsening, reason=j.reason) for name, j in checks.items()]
 
 
-def _pair_hashes(key: CellKey, pairs: Sequence[Pair]) -> tuple[dict[tuple[int, int], str], dict[tuple[int, int], str]]:
-    """Hashes by (pair, repetition), without those that neither side has: one that only one side lacks is a change."""
-    base = {(i, n): h for i, p in enumerate(pairs) for n, h in _hashes(p.base.cells[key]).items()}
-    head = {(i, n): h for i, p in enumerate(pairs) for n, h in _hashes(p.head.cells[key]).items()}
-    empty = {k for k in base.keys() | head.keys() if not base.get(k) and not head.get(k)}
-    return {k: v for k, v in base.items() if k not in empty}, {k: v for k, v in head.items() if k not in empty}
+def _judge_outputs(key: CellKey, pairs: Sequence[Pair]) -> Judgement | None:
+    """Output hashes by pair and repetition; None where neither side has any (a load of a fixed duration)."""
+    sides: list[dict[tuple[int, int], str]] = [
+        {(i, n): r.output_hash for i, run in enumerate(runs) for n, r in run.cells[key].items() if r.output_hash}
+        for runs in ([p.base for p in pairs], [p.head for p in pairs])
+    ]
+    base, head = sides
+    if not base and not head:
+        return None
+    judged = judge_equal(base, head, "output hashes")
+    if judged.state == "pass" and len(base) != len(head):
+        side = "base" if len(base) < len(head) else "head"
+        return Judgement("invalid", reason=f"{side} lacks output hashes that the other has")
+    return judged
 
 
 def _token_notes(pairs: Sequence[Pair]) -> list[str]:

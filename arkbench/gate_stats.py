@@ -46,7 +46,11 @@ def t_tail(t: float, freedom: int) -> float:
     """P(T > t) of Student's distribution with `freedom` degrees of freedom."""
     if math.isinf(t):
         return 0.0 if t > 0 else 1.0
-    half = 0.5 * incomplete_beta(freedom / 2, 0.5, freedom / (freedom + t * t))
+    square = t * t
+    if square < freedom:  # near 0 the other tail of the beta function keeps the digits
+        half = 0.5 - 0.5 * incomplete_beta(0.5, freedom / 2, square / (freedom + square))
+    else:
+        half = 0.5 * incomplete_beta(freedom / 2, 0.5, freedom / (freedom + square))
     return half if t >= 0 else 1.0 - half
 
 
