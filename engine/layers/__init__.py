@@ -1,0 +1,1 @@
+"""Layers, one file a kind; `build` knows which class serves which spec."""

@@ -1,0 +1,71 @@
+"""The decode step as CUDA graphs, one for each batch bucket."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from engine.inputs import StepInputs, StepShape
+from engine.scheduler import StepPlan
+
+if TYPE_CHECKING:
+    from engine.stage import Stage
+
+BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
+
+
+def buckets_up_to(max_streams: int) -> tuple[int, ...]:
+    """The batch sizes that are captured; past 64 in steps of 32."""
+    steps = (*BUCKETS, *range(96, max_streams + 32, 32))
+    largest = next(b for b in steps if b >= max_streams)
+    return tuple(b for b in steps if b <= largest)
+
+
+@dataclass
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    shape: StepShape
+    buffer: Tensor
+
+
+class DecodeGraphs:
+    """Captured once at the start, largest bucket first: the smaller ones reuse its memory.
+
+    A step of n requests is replayed in the smallest bucket that holds n; the rest of its rows are padding (slot 0,
+    kv_len 0). The bound on kv_len in a graph is the longest request the engine takes.
+    """
+
+    def __init__(self, stage: Stage, max_streams: int) -> None:
+        self.stage = stage
+        self._by_bucket: dict[int, _Captured] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+        for bucket in reversed(buckets_up_to(max_streams)):
+            self._by_bucket[bucket] = self._capture(bucket)
+        self._sizes = sorted(self._by_bucket)
+
+    def _capture(self, bucket: int) -> _Captured:
+        stage, shape = self.stage, StepShape(bucket, bucket, bucket)
+        buffer = torch.zeros(StepInputs.nbytes(shape), dtype=torch.uint8, device=stage.device)
+
+        def step() -> None:
+            inputs = StepInputs.over(buffer, shape)
+            stage.choose(stage.forward(inputs, True, 1, stage.max_model_len), inputs)
+
+        side = torch.cuda.Stream(stage.device)
+        side.wait_stream(torch.cuda.current_stream(stage.device))
+        with torch.cuda.stream(side):
+            step()
+        torch.cuda.current_stream(stage.device).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            step()
+        return _Captured(graph, shape, buffer)
+
+    def replay(self, plan: StepPlan, ring_row: int) -> None:
+        count = len(plan.pieces)
+        captured = self._by_bucket[next(size for size in self._sizes if size >= count)]
+        self.stage.upload(plan, ring_row, captured.shape, captured.buffer)
+        captured.graph.replay()

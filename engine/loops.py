@@ -1,0 +1,75 @@
+"""What drives the steps: the two ends of one question.
+
+`driven`: the host drives. It launches a step kernel by kernel, waits for it, reads the sampled tokens, and only then
+prepares the next step, which gets its tokens from the host. This is what a straightforward server does, without
+sleeps or needless copies: the token is chosen by a kernel on the device and four bytes a request come back, not the
+logits. There are no captured graphs: they need inputs that stay on the device, which is the other loop's idea.
+
+`inverted`: the device drives. A step is a captured graph; the token that it samples stays on the device, where the
+next step finds it, so the host launches step n + 1 while step n runs and reads the tokens of step n behind it. The
+host learns of an end-of-text token one step late: that one step is wasted, its token dropped, its pages held back
+until it is over.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Literal
+
+from engine.request import SamplingParams
+from engine.sampler import TokenLogprobs
+from engine.scheduler import Outcome, Scheduler, StepPlan
+from engine.stage import Stage, StepResult
+
+STEPS_AHEAD = {"driven": 1, "inverted": 2}
+
+
+@dataclass
+class StepOutcomes:
+    """The outcomes of one step and the log probabilities of its sampled rows, where they were asked for."""
+
+    outcomes: list[Outcome]
+    logprobs: list[TokenLogprobs | None] | None
+
+
+@dataclass
+class Loop:
+    """Keeps up to `STEPS_AHEAD[kind]` steps in flight on one stage."""
+
+    kind: Literal["driven", "inverted"]
+    scheduler: Scheduler
+    stage: Stage
+    _flying: deque[StepResult] = field(default_factory=deque)
+
+    def advance(self) -> StepOutcomes | None:
+        """Launches what can be launched, then waits for the oldest step; None when nothing is in flight."""
+        self.stage.resident = self.kind == "inverted"
+        while len(self._flying) < STEPS_AHEAD[self.kind]:
+            plan = self.scheduler.plan()
+            if plan is None:
+                break
+            self._flying.append(self.stage.launch(plan, self._banned(plan)))
+        if not self._flying:
+            return None
+        result = self._flying.popleft()
+        return StepOutcomes(self.scheduler.complete(result.plan, result.wait()), result.logprobs)
+
+    def drain(self) -> None:
+        """Waits for the steps in flight and drops their tokens."""
+        while self._flying:
+            self._flying.popleft().wait()
+
+    def _banned(self, plan: StepPlan) -> list[tuple[int, frozenset[int]]]:
+        """(sampled row, stop tokens) of the requests that have not made `min_tokens` yet."""
+        sampling = [piece for piece in plan.pieces if piece.samples]
+        return [
+            (row, self.scheduler.stops(piece.track))
+            for row, piece in enumerate(sampling)
+            if _made_before(piece.start + piece.count, piece.track.prompt_length, piece.track.request.sampling)
+        ]
+
+
+def _made_before(position: int, prompt_length: int, sampling: SamplingParams) -> bool:
+    """Whether the token at `position` belongs to the first min_tokens of the answer."""
+    return position - prompt_length < sampling.min_tokens
