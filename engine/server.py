@@ -22,8 +22,9 @@ import uvicorn
 from engine.config import EngineConfig, EngineError, Switches
 from engine.serving.api import Api, ApiConfig
 from engine.serving.link import EngineLink
-from engine.serving.text import Tokenizer, WordTokenizer
+from engine.serving.text import WordTokenizer
 from engine.serving.worker import Ready
+from engine.tokens import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,6 @@ def _api_config(config: ServerConfig) -> ApiConfig:
         max_concurrent=config.max_concurrent,
         first_token_timeout_s=config.first_token_timeout_s,
         max_body_bytes=config.max_body_bytes,
-        page_size=config.engine.page_size,
         switches=config.engine.switches.as_dict(),
     )
 

@@ -17,8 +17,8 @@ from engine.serving.generation import Generation
 from engine.serving.link import EngineLink
 from engine.serving.metrics import Metrics
 from engine.serving.requests import ApiError, Limits, parse_chat, parse_completion
-from engine.serving.text import Tokenizer
 from engine.serving.worker import Ready
+from engine.tokens import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,6 @@ class ApiConfig:
     max_concurrent: int
     first_token_timeout_s: float
     max_body_bytes: int
-    page_size: int
     switches: dict[str, str]
 
 
@@ -67,11 +66,10 @@ class Api:
 
     async def metrics(self, request: Request) -> Response:
         started = sum(g.has_first_token for g in self._running)
-        tokens = [g.cache_tokens for g in self._running]
         self._metrics.running.set(started)
         self._metrics.waiting.set(len(self._running) - started)
-        self._metrics.cache_tokens.set(sum(tokens))
-        self._metrics.pages.set(sum(-(-t // self._config.page_size) for t in tokens))
+        self._metrics.cache_tokens.set(sum(g.cache_tokens for g in self._running))
+        self._metrics.pages.set(self._link.pages_used)
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def models(self, request: Request) -> Response:

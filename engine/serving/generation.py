@@ -15,8 +15,8 @@ from engine.serving.metrics import Metrics
 from engine.serving.output import Output, Piece, usage
 from engine.serving.render import DONE, ChatRender, CompletionRender, event
 from engine.serving.requests import ApiError, Call
-from engine.serving.text import Tokenizer
 from engine.serving.worker import WireEvent
+from engine.tokens import Tokenizer
 
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),

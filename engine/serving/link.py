@@ -14,7 +14,7 @@ from pathlib import Path
 from engine.config import EngineConfig, EngineError
 from engine.request import Request
 from engine.serving.channel import Channel, ChannelClosed
-from engine.serving.worker import Failed, Ready, WireEvent
+from engine.serving.worker import Batch, Failed, Ready, WireEvent
 
 Handler = Callable[[WireEvent], None]
 
@@ -28,6 +28,7 @@ class EngineLink:
         self._on_death: Callable[[str], None] = lambda message: None
         self._writing = False
         self.dead: str | None = None
+        self.pages_used = 0
 
     def start(self, config: EngineConfig, factory: str) -> Ready:
         """Raises EngineError for the user's mistakes and RuntimeError when the process fails."""
@@ -109,12 +110,13 @@ class EngineLink:
 
     def _readable(self) -> None:
         try:
-            batches = self._channel.receive()
+            batches: list[Batch] = self._channel.receive()
         except ChannelClosed:
             self._died()
             return
         for batch in batches:
-            for event in batch:
+            self.pages_used = batch.pages_used
+            for event in batch.events:
                 handler = self._handlers.get(event.request_id)
                 if handler is None:
                     continue

@@ -17,7 +17,7 @@ class Metrics:
         self.waiting = Gauge("arkbench_requests_waiting", "requests without a first token yet", registry=registry)
         self.cache_tokens = Gauge("arkbench_cache_tokens_used", "tokens of requests in flight", registry=registry)
         self.cache_room = Gauge("arkbench_cache_tokens", "room of the cache in tokens", registry=registry)
-        self.pages = Gauge("arkbench_pages_used", "pages that requests in flight need", registry=registry)
+        self.pages = Gauge("arkbench_pages_used", "pages of the cache that are taken", registry=registry)
         self.requests = Counter("arkbench_requests", "requests by how they ended", ["outcome"], registry=registry)
         self.prompt_tokens = Counter("arkbench_prompt_tokens", "prompt tokens answered", registry=registry)
         self.cached_tokens = Counter("arkbench_cached_tokens", "prompt tokens not computed again", registry=registry)

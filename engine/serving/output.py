@@ -6,8 +6,9 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from engine.serving.text import StopStrings, TextStream, Tokenizer
+from engine.serving.text import StopStrings
 from engine.serving.worker import WireEvent
+from engine.tokens import IncrementalDecoder, Tokenizer
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Output:
 
     def __init__(self, tokenizer: Tokenizer, prompt_tokens: int, stops: tuple[str, ...], logprobs: bool) -> None:
         self._tokenizer = tokenizer
-        self._stream = TextStream(tokenizer)
+        self._decoder = IncrementalDecoder(tokenizer)
         self._stops = StopStrings(stops)
         self._logprobs = logprobs
         # A stop string ends the answer at the token that completes it, and log probabilities belong to single tokens.
@@ -73,7 +74,7 @@ class Output:
     def _read(self, event: WireEvent, tokens: list[int], logprobs: list[TokenLogprob]) -> str:
         text = ""
         for index, group in enumerate((token,) for token in event.tokens) if self._one_by_one else ((0, event.tokens),):
-            text += self._stops.add(self._stream.add(group))
+            text += self._stops.add(self._decoder.push(group))
             tokens += group
             if self._logprobs and event.logprobs is not None:
                 logprobs.append(self._logprob(group[0], *event.logprobs[index]))
@@ -81,7 +82,7 @@ class Output:
                 self.finish = "stop"
                 return text
         if event.finished:
-            text += self._stops.add(self._stream.rest()) + self._stops.rest()
+            text += self._stops.add(self._decoder.finish()) + self._stops.rest()
             self.finish, self.error = event.finished, event.error
         return text
 

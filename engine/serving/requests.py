@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from engine.request import SamplingParams
-from engine.serving.text import Tokenizer
+from engine.tokens import Tokenizer
 
 
 class ApiError(Exception):

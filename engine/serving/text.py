@@ -1,22 +1,10 @@
-"""From tokens to text: the tokenizer's interface, a fixed mapping for models without one, and stop strings."""
+"""Text for models without a tokenizer, and stop strings."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from typing import Any, Protocol
-
-_REPLACEMENT = "\ufffd"
-
-
-class Tokenizer(Protocol):
-    """What the server needs of a tokenizer."""
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def decode(self, tokens: Sequence[int]) -> str: ...
-
-    def apply_chat_template(self, messages: list[dict[str, Any]]) -> list[int]: ...
+from typing import Any
 
 
 class WordTokenizer:
@@ -25,52 +13,23 @@ class WordTokenizer:
     Words that are no such number become one token each, by their CRC-32.
     """
 
-    def __init__(self, vocab: int) -> None:
+    def __init__(self, vocab: int, eos_token_ids: tuple[int, ...] = ()) -> None:
         self._vocab = vocab
+        self.eos_token_ids = eos_token_ids
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, special: bool = True) -> list[int]:
         return [self._word(word) for word in text.split()]
 
-    def decode(self, tokens: Sequence[int]) -> str:
+    def decode(self, tokens: Sequence[int], skip_special: bool = True) -> str:
         return "".join(f" {token}" for token in tokens)
 
-    def apply_chat_template(self, messages: list[dict[str, Any]]) -> list[int]:
+    def apply_chat_template(self, messages: Sequence[dict[str, Any]], **options: Any) -> list[int]:
         return [token for m in messages for token in self.encode(f"{m['role']} {m['content']}")]
 
     def _word(self, word: str) -> int:
         if word.isascii() and word.isdigit() and len(word) < 10 and int(word) < self._vocab:
             return int(word)
         return zlib.crc32(word.encode()) % self._vocab
-
-
-class TextStream:
-    """The text of a growing list of tokens, without half characters and without re-reading what has been given out."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._tokens: list[int] = []
-        self._start = 0
-        self._read = 0
-
-    def add(self, tokens: Sequence[int]) -> str:
-        """The text these tokens add; a character that is not complete yet is kept back."""
-        self._tokens += tokens
-        text = self._ahead()
-        if text.endswith(_REPLACEMENT):
-            return ""
-        self._start, self._read = self._read, len(self._tokens)
-        return text
-
-    def rest(self) -> str:
-        """What was kept back, at the end of the tokens."""
-        text = self._ahead()
-        self._start = self._read = len(self._tokens)
-        return text
-
-    def _ahead(self) -> str:
-        # Decoding starts a few tokens early: whether a word begins with a space depends on what stands before it.
-        known = self._tokenizer.decode(self._tokens[self._start : self._read])
-        return self._tokenizer.decode(self._tokens[self._start :])[len(known) :]
 
 
 class StopStrings:

@@ -40,8 +40,15 @@ class Ready:
     info: EngineInfo
     vocab: int
     max_model_len: int
-    eos_token_ids: tuple[int, ...]
     tokenizer: bytes | None
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Events since the last batch, and how many pages of the cache are taken."""
+
+    events: list[WireEvent]
+    pages_used: int
 
 
 @dataclass(frozen=True)
@@ -62,16 +69,8 @@ def load_engine(config: EngineConfig, factory: str) -> Any:
 
 
 def _ready(engine: Any, config: EngineConfig) -> Ready:
-    from engine.models import model_config
-
-    tokenizer = engine.tokenizer
-    vocab, eos = getattr(engine, "vocab", None), ()
-    if vocab is None:
-        model = model_config(config.model)
-        vocab, eos = model.vocab, model.eos_token_ids
-    return Ready(
-        engine.info, vocab, config.max_model_len, tuple(eos), None if tokenizer is None else pickle.dumps(tokenizer)
-    )
+    tokenizer = None if engine.tokenizer is None else pickle.dumps(engine.tokenizer)
+    return Ready(engine.info, engine.model.vocab, config.max_model_len, tokenizer)
 
 
 def _wire(event: TokenEvent) -> WireEvent:
@@ -109,7 +108,7 @@ def run(channel: Channel, engine: Any) -> None:
             pending += map(_wire, engine.step())
         channel.flush()
         if pending and not channel.unsent:
-            channel.send(pending)
+            channel.send(Batch(pending, engine.pool.capacity - engine.pool.free))
             pending = []
         elif pending and not engine.has_work():
             select.select([channel], [channel], [])
