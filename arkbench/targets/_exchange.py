@@ -121,6 +121,11 @@ class Exchange:
             text += _delta_text(delta)
         if choice.get("finish_reason"):
             self._finish = str(choice["finish_reason"])
+        ids = choice.get("token_ids")
+        if ids:
+            if self.answer.tokens is None:
+                self.answer.tokens = []
+            self.answer.tokens += ids
         count = self._exact_count(choice, usage)
         if text or count:
             self._piece(text, count, now)

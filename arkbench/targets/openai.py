@@ -18,9 +18,9 @@ from typing import Literal
 
 from arkbench.targets._channel import ChannelClosed
 from arkbench.targets._job import Job, JobStats, WireRequest
-from arkbench.targets._probe import Probed, parse_url, probe
 from arkbench.targets._worker import ClientProcess
 from arkbench.targets.base import Answer, Load, LoadReport, PlannedRequest, TargetError, TargetInfo
+from arkbench.targets.endpoint import Probed, parse_url, probe
 
 HTTPX_STREAMS = 8
 STREAMS_PER_PROCESS = 512

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 import httpx
@@ -19,6 +20,7 @@ _USAGE = {"stream_options": {"include_usage": True}}
 _RUNNING_USAGE = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 # From the most an endpoint may understand to the least; what is missing becomes a note.
 _OPTIONS: tuple[tuple[dict[str, Any], str], ...] = (
+    ({**_STREAM, **_RUNNING_USAGE, "ignore_eos": True, "min_tokens": 1, "return_token_ids": True}, ""),
     ({**_STREAM, **_RUNNING_USAGE, "ignore_eos": True, "min_tokens": 1}, ""),
     ({**_STREAM, **_USAGE, "ignore_eos": True, "min_tokens": 1}, ""),
     ({**_STREAM, **_USAGE, "ignore_eos": True}, ""),
@@ -54,11 +56,29 @@ def parse_url(url: str, api_key: str | None) -> Endpoint:
     return Endpoint(parts.scheme, parts.hostname, port, path, headers)
 
 
+def served_model(url: str, api_key: str | None, named: Sequence[str] | None) -> str:
+    """The model that an endpoint serves: the first that it lists, or the first of those named.
+
+    Raises TargetError when the endpoint does not answer, or lists its models and the named one is not among them.
+    """
+    endpoint = parse_url(url, api_key)
+    with _client(endpoint) as http:
+        cards = _cards(http, endpoint)
+    if not named:
+        return next(iter(cards)) if cards else _no_models(endpoint)
+    if cards and named[0] not in cards:
+        raise TargetError(f"{endpoint.base} does not serve '{named[0]}': it lists {', '.join(list(cards)[:8])}")
+    return named[0]
+
+
 def probe(endpoint: Endpoint, model: str | None) -> Probed:
     """Asks the endpoint for its models and for a few tokens; raises TargetError with the mend."""
-    with httpx.Client(headers=dict(endpoint.headers), timeout=_PROBE_TIMEOUT_S, trust_env=False) as http:
-        card = _model_card(http, endpoint, model)
-        form, note = _accepted_form(http, endpoint, model or card["id"])
+    with _client(endpoint) as http:
+        cards = _cards(http, endpoint)
+        if model is None and not cards:
+            _no_models(endpoint)
+        card = next(iter(cards.values())) if model is None else cards.get(model, {"id": model})
+        form, note = _accepted_form(http, endpoint, card["id"])
         notes = [note] if note else []
         if form.prompt != "ids":
             form, calibration = _calibrated(http, endpoint, form)
@@ -66,7 +86,12 @@ def probe(endpoint: Endpoint, model: str | None) -> Probed:
     return Probed(endpoint, form, card, tuple(notes))
 
 
-def _model_card(http: httpx.Client, endpoint: Endpoint, model: str | None) -> dict[str, Any]:
+def _client(endpoint: Endpoint) -> httpx.Client:
+    return httpx.Client(headers=dict(endpoint.headers), timeout=_PROBE_TIMEOUT_S, trust_env=False)
+
+
+def _cards(http: httpx.Client, endpoint: Endpoint) -> dict[str, dict[str, Any]]:
+    """The models that the endpoint lists, by their id; empty when it has no list."""
     try:
         response = http.get(endpoint.base + "/models")
     except httpx.HTTPError as error:
@@ -74,12 +99,13 @@ def _model_card(http: httpx.Client, endpoint: Endpoint, model: str | None) -> di
     if response.status_code in (401, 403):
         raise TargetError(f"{endpoint.base} wants an API key (HTTP {response.status_code}): give --api-key")
     try:
-        cards = {card["id"]: card for card in response.json()["data"]} if response.status_code == 200 else {}
+        return {card["id"]: card for card in response.json()["data"]} if response.status_code == 200 else {}
     except (ValueError, KeyError, TypeError):
-        cards = {}
-    if model is None and not cards:
-        raise TargetError(f"{endpoint.base}/models lists no model (HTTP {response.status_code}): give --model")
-    return cards.get(model, {"id": model}) if model is not None else next(iter(cards.values()))
+        return {}
+
+
+def _no_models(endpoint: Endpoint) -> NoReturn:
+    raise TargetError(f"{endpoint.base}/models lists no model: give --model")
 
 
 def _accepted_form(http: httpx.Client, endpoint: Endpoint, model: str) -> tuple[BodyForm, str]:
