@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from arkbench import __version__
+from arkbench import gate_cli
 from arkbench.errors import UserError
 
 app = typer.Typer(
@@ -85,7 +85,7 @@ def run(
     )
     console = Console()
     if dry_run:
-        commands.print_dry_run(commands.plan_for(options), commands.device_of(options), console)
+        commands.dry_run(options, console)
         return
     raise typer.Exit(commands.run(options, output, resume, sys.argv[1:], console))
 
@@ -140,9 +140,38 @@ def doctor() -> None:
 
 
 @app.command()
-def version() -> None:
-    """Prints the version."""
-    print(__version__)
+def serve(
+    model: Annotated[str, typer.Option(help="Model to serve.")] = "SmolLM2-135M",
+    weights: Annotated[str, typer.Option(help="random, a folder, a GGUF file or a Hub id.")] = "random",
+    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
+    stages: Annotated[int, typer.Option(min=1, help="Spread the model over this many GPUs or processes.")] = 1,
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="SWITCH=VALUE", help="Turn a switch.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
+    api_key: Annotated[str | None, typer.Option(envvar="ARKBENCH_API_KEY", help="Key that clients must send.")] = None,
+    max_concurrent: Annotated[int, typer.Option(min=1, help="Requests at once; more are refused (429).")] = 64,
+    first_token_timeout: Annotated[float, typer.Option(min=0, help="Seconds a first token may take.")] = 90.0,
+    cache_tokens: Annotated[int | None, typer.Option(min=1, help="Room of the KV cache, tokens.")] = None,
+) -> None:
+    """Serves the bundled engine behind an OpenAI-compatible API until SIGTERM."""
+    from arkbench import plan
+    from arkbench.targets import bundled
+
+    switches = bundled.resolve_switches("best", plan.parse_switches(set_ or ()))
+    code = bundled.serve(
+        {"model": model, "weights": weights, "device": plan.device_of(device), "stages": stages},
+        switches,
+        cache_tokens,
+        host=host,
+        port=port,
+        api_key=api_key,
+        max_concurrent=max_concurrent,
+        first_token_timeout_s=first_token_timeout,
+    )
+    raise typer.Exit(code)
+
+
+gate_cli.register(app)
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from arkbench import estimate, folder, runner, verdicts
 from arkbench.errors import UserError
 from arkbench.folder import RunFolder
 from arkbench.metrics import Machine
-from arkbench.plan import Plan, RunOptions, ScenarioPlan, make_plan
+from arkbench.plan import Plan, RunOptions, ScenarioPlan, device_of, make_plan
 from arkbench.progress import LiveProgress, duration
 from arkbench.records import number, read_rows
 from arkbench.runner import Runner, Tools
@@ -37,15 +37,8 @@ def plan_for(options: RunOptions) -> Plan:
     return make_plan(options, endpoint_model)
 
 
-def device_of(options: RunOptions) -> str:
-    """The torch device of a run; raises UserError where it asks for a GPU that is not there."""
-    if options.device == "auto":
-        return bundled.default_device()
-    if options.device.startswith("cuda") and bundled.default_device() == "cpu":
-        raise UserError(f"--device {options.device}: torch finds no GPU here; use --device cpu")
-    if options.device.split(":")[0] not in ("cuda", "cpu"):
-        raise UserError(f"--device {options.device}: it is auto, cuda or cpu")
-    return options.device
+def _device(options: RunOptions) -> str:
+    return "endpoint" if options.endpoint is not None else device_of(options.device)
 
 
 def tools_for(options: RunOptions, device: str) -> Tools:
@@ -59,7 +52,8 @@ def tools_for(options: RunOptions, device: str) -> Tools:
         if plan.scenario.target == "http":
             from arkbench.targets.served import ServedTarget
 
-            return ServedTarget(model, options.weights, device, options.stages, plan.scenario.limits)
+            timeout = plan.scenario.limits.first_token_timeout_s
+            return ServedTarget(model, options.weights, device, options.stages, options.seed, timeout)
         return bundled.BundledTarget(model, options.weights, device, options.stages, options.seed)
 
     def make_meter() -> runner.Meter:
@@ -88,7 +82,7 @@ def run(
         folder.check_options(resume, options, stored)
         options = stored
     plan = plan_for(options)
-    tools = tools_for(options, device_of(options))
+    tools = tools_for(options, _device(options))
     path = resume or output or folder.default_path(plan, datetime.now())
     run_folder = RunFolder.resume(path, plan) if resume else RunFolder.create(path, plan, arguments)
     for note in run_folder.info["notes"]:
@@ -108,7 +102,8 @@ def _conclude(plan: Plan, run_folder: RunFolder, status: str, console: Console) 
     print_answers(run_folder.info["answers"], console)
     print_verdicts(verdict_rows, console)
     if status != "complete":
-        console.print(f"[yellow]The run is {status}.[/] Go on with it: arkbench run --resume {run_folder.path}")
+        again = f"arkbench run --resume {run_folder.path}"
+        console.print(f"[yellow]The run is {status}.[/] Go on with it: {escape(again)}", soft_wrap=True)
     console.print(f"Report: {run_folder.path / 'report.html'} (and report.md)", highlight=False, soft_wrap=True)
     if status == "partial" and any("interrupted" in note for note in run_folder.info["notes"]):
         return EXIT_INTERRUPTED
@@ -188,8 +183,8 @@ def print_verdicts(rows: Sequence[dict], console: Console) -> None:
         for row in shown:
             values = (
                 row["statement"],
-                f"{row['published']} {row['unit']}",
-                row["measured"],
+                f"{row['published']} {row['unit']}".strip(),
+                row.get("measured"),
                 row["verdict"],
                 row["reason"],
             )
@@ -198,10 +193,11 @@ def print_verdicts(rows: Sequence[dict], console: Console) -> None:
     console.print(", ".join(f"{count} {name}" for name, count in counts.items()) + ".", highlight=False)
 
 
-def print_dry_run(plan: Plan, device: str, console: Console) -> None:
-    """The cells of a plan with the time and memory each will need; nothing is run."""
+def dry_run(options: RunOptions, console: Console) -> None:
+    """`arkbench run --dry-run`: the cells with the time and memory each will need; nothing is run."""
     from arkbench.machine import available_bytes
 
+    plan, device = plan_for(options), _device(options)
     machine = estimate.assumed_machine(device, plan.options.stages)
     endpoint = plan.options.endpoint is not None
     free = None if endpoint else available_bytes(device)

@@ -208,6 +208,7 @@ def _new_info(plan: Plan, arguments: Sequence[str]) -> dict[str, Any]:
         "seed": plan.options.seed,
         **machine.provenance(),
         "device": plan.options.device,
+        "device_name": None,
         "devices_used": None,
         "bandwidth_bytes_s": None,
         "matrix_flop_s": None,

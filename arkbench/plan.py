@@ -207,6 +207,17 @@ def _variants(scenario: Scenario, pairs: Sequence[str], source: str) -> tuple[li
     return variants, notes
 
 
+def device_of(asked: str) -> str:
+    """The torch device for what the user asked for; raises UserError for a GPU that is not there."""
+    if asked.split(":")[0] not in ("auto", "cuda", "cpu"):
+        raise UserError(f"--device {asked}: it is auto, cuda or cpu")
+    if asked == "auto":
+        return bundled.default_device()
+    if asked.startswith("cuda") and bundled.default_device() == "cpu":
+        raise UserError(f"--device {asked}: torch finds no GPU here; use --device cpu")
+    return asked
+
+
 def parse_switches(pairs: Sequence[str]) -> dict[str, str]:
     """`switch=value` pairs as a dict; raises UserError for what is no pair."""
     values = {}

@@ -107,15 +107,17 @@ class LiveProgress:
         self._last_done = time.monotonic()
         self._remaining.done(cost)
         self._progress.update(self._task, advance=1, left=self._left())
+        left = "" if self._console.is_terminal else self._left()
         mark = "" if row["valid"] else f"  [yellow]not valid: {escape(row['reason'])}[/]"
         self._console.print(
             f"[dim]{self._count:>4}/{self._cells}[/]  {row['variant']:<10} {row['cell']:<24} "
-            f"{row['repetition'] + 1}  {_figure(row):<20}[dim]{'' if self._console.is_terminal else self._left()}[/]{mark}",
+            f"{row['repetition'] + 1}  {_figure(row):<20}[dim]{left}[/]{mark}",
             highlight=False,
+            soft_wrap=True,
         )
 
     def note(self, text: str) -> None:
-        self._console.print(f"[yellow]note:[/] {escape(text)}", highlight=False)
+        self._console.print(f"[yellow]note:[/] {escape(text)}", highlight=False, soft_wrap=True)
 
     def end(self) -> None:
         self._progress.stop()

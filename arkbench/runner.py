@@ -28,7 +28,7 @@ from arkbench.targets.base import Answer, LoadReport, Target, TargetError, Targe
 from arkbench.workloads import PromptSource
 
 ENDPOINT_VOCAB = 32_000
-"""Token ids below this exist in every model that an endpoint may serve."""
+"""Token ids below this are taken to exist in any model that an endpoint serves and the catalogue does not know."""
 
 IDLE_SECONDS = 5.0
 
@@ -141,6 +141,7 @@ class Runner:
         self._progress.phase("measuring what this machine allows")
         self._rates = self._tools.rates()
         info = self._folder.info
+        info["device"] = self._tools.device
         info["bandwidth_bytes_s"] = self._rates.bandwidth_bytes_s
         info["matrix_flop_s"] = self._rates.matrix_flop_s
         info["devices_used"] = self._rates.stages if self._rates.bandwidth_bytes_s else None
@@ -239,13 +240,14 @@ class Runner:
         name = f"{cell.model} {variant.name}" if several else variant.name
         run["start_seconds"][name] = parts | {"total": round(seconds, 3)}
         run["geometry"][cell.model] = info.geometry
-        run["device"] = info.device or run["device"]
+        run["device_name"] = info.device or run["device_name"]
         known = run["notes"]
         known += [note for n in info.notes if (note := f"{name}: {n}") not in known]
         self._folder.save()
 
     def _source(self, session: _Session, cell: Cell, repetition: int) -> PromptSource:
-        vocab = (session.info.vocab if session.info else None) or ENDPOINT_VOCAB
+        facts = estimate.facts_of(cell.model)
+        vocab = (session.info.vocab if session.info else None) or (facts.vocab if facts else ENDPOINT_VOCAB)
         return PromptSource(vocab, self._plan.options.seed, self._plan.first_number(cell, repetition))
 
     # --------------------------------------------------------------------------------------------------- cells

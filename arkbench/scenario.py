@@ -243,9 +243,8 @@ def load(name_or_path: str) -> LoadedScenario:
     shipped = scenario_files()
     path = shipped.get(name_or_path, Path(name_or_path))
     if name_or_path not in shipped and path.suffix != ".toml":
-        raise UserError(
-            f"unknown scenario '{name_or_path}': the scenarios are {', '.join(shipped)}, or give the path of a .toml file"
-        )
+        names = ", ".join(shipped)
+        raise UserError(f"unknown scenario '{name_or_path}': there are {names}, or give the path of a .toml file")
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:

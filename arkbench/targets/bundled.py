@@ -22,6 +22,9 @@ EXACT_SWITCHES = ("decode_batching", "loop", "prefill", "prefill_batching", "cac
 
 IDLE_WAIT_S = 0.0005
 
+SERVED_LENGTH = 131_072
+"""Longest request that `serve` takes, tokens, where model and cache allow more."""
+
 
 # ----------------------------------------------------------------------------------- switches, presets, models
 
@@ -144,6 +147,28 @@ def measure_kernels(part: str, rows: tuple[int, ...], device: str) -> list[dict[
         raise TargetError(str(error)) from None
 
 
+def serve(base: dict[str, Any], switches: dict[str, str], cache_tokens: int | None, **server: Any) -> int:
+    """The bundled engine behind its API until SIGTERM; returns the exit code. `base`, `server`: their configurations.
+
+    The longest request is what the model's positions allow, within the cache where its room was given.
+    """
+    from engine.server import ServerConfig
+    from engine.server import serve as serve_engine
+
+    try:
+        longest = engine_models.model_config(base["model"]).max_positions
+    except EngineError as error:
+        raise UserError(str(error)) from None
+    config = EngineConfig(
+        **base,
+        switches=Switches(**switches),  # type: ignore[arg-type]
+        max_streams=server["max_concurrent"],
+        max_model_len=min(longest, cache_tokens or longest, SERVED_LENGTH),
+        cache_tokens=cache_tokens,
+    )
+    return serve_engine(ServerConfig(engine=config, **server))
+
+
 # --------------------------------------------------------------------------------------------------- the target
 
 
@@ -196,12 +221,13 @@ class BundledTarget:
 
         try:
             if self._engine is not None and self._same_but_switches(config):
+                self._finish_work()
                 self._engine.set_switches(config.switches)
             else:
                 self.close()
                 self._engine = Engine.load(config)
         except EngineError as error:
-            self.close()
+            self._engine = None
             raise TargetError(str(error)) from None
         self._config = config
         return self._info()
@@ -211,11 +237,16 @@ class BundledTarget:
             "switches": None
         }
 
+    def _finish_work(self) -> None:
+        """Steps until nothing is left of requests that were cut."""
+        while self._engine.has_work():
+            self._engine.step()
+
     def _info(self) -> TargetInfo:
         assert self._config is not None
         info = self._engine.info
         geometry = engine_models.model_config(self._config.model)
-        known = self._config.model.partition("@layers=")[0] in engine_models.catalogue_entries()
+        known = canonical_model(self._config.model).partition("@layers=")[0] in engine_models.catalogue_entries()
         return TargetInfo(
             name="bundled engine",
             model=info.model,
