@@ -21,6 +21,11 @@ app = typer.Typer(
 )
 
 
+def _console() -> Console:
+    """The terminal; where the output is none, wide enough that no name is broken."""
+    return Console() if sys.stdout.isatty() else Console(width=160)
+
+
 def _numbers(text: str | None, option: str) -> tuple[int, ...] | None:
     """`1,8,64` as numbers; None stays None. Raises UserError naming the option."""
     if text is None:
@@ -83,7 +88,7 @@ def run(
         seed=seed,
         power_command=power_command,
     )
-    console = Console()
+    console = _console()
     if dry_run:
         commands.dry_run(options, console)
         return
@@ -100,7 +105,7 @@ def list_(
     """Prints the scenarios, the published claims, the models, the switches and the presets."""
     from arkbench import listing
 
-    listing.show(Console(), scenarios=scenarios, claims=claims, models=models, switches=switches)
+    listing.show(_console(), scenarios=scenarios, claims=claims, models=models, switches=switches)
 
 
 @app.command()
@@ -118,7 +123,7 @@ def report(
     out = output or runs[0]
     out.mkdir(parents=True, exist_ok=True)
     commands.render(runs, out)
-    Console().print(f"Report: {out / 'report.html'} (and report.md)", highlight=False, soft_wrap=True)
+    _console().print(f"Report: {out / 'report.html'} (and report.md)", highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -128,7 +133,7 @@ def compare(
     """Prints two runs side by side, cell by cell."""
     from arkbench import comparison
 
-    comparison.show(first, second, Console())
+    comparison.show(first, second, _console())
 
 
 @app.command()
@@ -136,7 +141,7 @@ def doctor() -> None:
     """Says what this machine can measure, and whether the client itself is fast enough."""
     from arkbench import doctor as doctor_module
 
-    doctor_module.show(Console())
+    doctor_module.show(_console())
 
 
 @app.command()

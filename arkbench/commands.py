@@ -133,9 +133,10 @@ def refresh(path: Path) -> None:
 
 def print_summary(path: Path, console: Console) -> None:
     """The measured figures: medians over repetitions, their spread, the fraction of the limit."""
+    doubts: list[str] = []
     table = Table(title="Measured (medians over repetitions)", title_justify="left")
     for name in ("model", "variant", "cell"):
-        table.add_column(name, overflow="fold")
+        table.add_column(name, no_wrap=name != "model", overflow="fold")
     for name in ("tokens/s", "spread", "first token", "of the limit"):
         table.add_column(name, justify="right")
     for row in read_rows(path / "summary.csv"):
@@ -152,8 +153,10 @@ def print_summary(path: Path, console: Console) -> None:
             "" if limit is None else f"{limit:.1%}",
         )
         if row["reason"]:
-            table.add_row("", "", f"[yellow]{escape(row['reason'])}[/]", "", "", "", "")
+            doubts.append(f"{row['variant']} {row['cell']}: {row['reason']}")
     console.print(table)
+    for doubt in doubts:
+        console.print(f"[yellow]not valid:[/] {escape(doubt)}", highlight=False, soft_wrap=True)
 
 
 def print_answers(answers: dict, console: Console) -> None:
@@ -204,7 +207,7 @@ def dry_run(options: RunOptions, console: Console) -> None:
     total = 0.0
     table = Table(title=f"Would measure, on {'the endpoint' if endpoint else device}", title_justify="left")
     for name in ("scenario", "model", "variant", "cell"):
-        table.add_column(name, overflow="fold")
+        table.add_column(name, no_wrap=name == "cell", overflow="fold")
     for name in ("repetitions", "time", "memory"):
         table.add_column(name, justify="right")
     for p in plan.scenarios:

@@ -13,6 +13,7 @@ from arkbench.machine import available_bytes
 from arkbench.plan import Needs
 from arkbench.targets import bundled
 
+NAMES = ("name", "id", "model", "switch", "scenario")
 FIT_NEEDS = Needs(streams=1, tokens=4096, cache_tokens=4096)
 
 
@@ -33,7 +34,7 @@ def show(console: Console, *, scenarios: bool, claims: bool, models: bool, switc
 def _table(title: str, *columns: str, right: tuple[str, ...] = ()) -> Table:
     table = Table(title=title, title_justify="left")
     for name in columns:
-        table.add_column(name, justify="right" if name in right else "left", overflow="fold")
+        table.add_column(name, justify="right" if name in right else "left", no_wrap=name in right or name in NAMES)
     return table
 
 
