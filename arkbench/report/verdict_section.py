@@ -1,0 +1,105 @@
+"""The opening of a report: the verdicts, counted and claim by claim."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from arkbench.report.blocks import Block, Column, Counts, Details, Paragraph, Section, Table
+from arkbench.report.data import Run
+from arkbench.report.figures import MISSING, number, show, significant, text
+
+VERDICTS = ("exceeded", "reproduced", "not reproduced", "not comparable", "not run")
+
+
+def claim_rows(runs: Sequence[Run]) -> list[tuple[Run | None, Mapping[str, Any]]]:
+    """For every claim, each run that tested it; a claim that none tested stands once, as not run."""
+    by_claim: dict[str, list[tuple[Run, Mapping[str, Any]]]] = {}
+    for run in runs:
+        for row in run.verdicts.to_dict("records"):
+            by_claim.setdefault(row["id"], []).append((run, row))
+    found: list[tuple[Run | None, Mapping[str, Any]]] = []
+    for entries in by_claim.values():
+        tested = [(run, row) for run, row in entries if row["verdict"] != "not run"]
+        found += tested or [(None, entries[0][1])]
+    return found
+
+
+def counts(runs: Sequence[Run]) -> list[tuple[str, int]]:
+    """How often each verdict was reached, in the order a report shows them; a verdict of another name is kept."""
+    tally = dict.fromkeys(VERDICTS, 0)
+    for _, row in claim_rows(runs):
+        tally[row["verdict"]] = tally.get(row["verdict"], 0) + 1
+    return list(tally.items())
+
+
+def lead(runs: Sequence[Run]) -> str:
+    """The result in one sentence."""
+    tally = dict(counts(runs))
+    total = sum(tally.values())
+    if not total:
+        return "No claim was tested."
+    tested = total - tally["not run"]
+    if not tested:
+        return f"None of the {total} published claims was tested in this run."
+    hold = tally["reproduced"] + tally["exceeded"]
+    parts = [f"{hold} of {tested} tested claims hold here"]
+    parts[0] += f" ({tally['exceeded']} exceeded)" if tally["exceeded"] else ""
+    if tally["not reproduced"]:
+        parts.append(f"{tally['not reproduced']} {'does' if tally['not reproduced'] == 1 else 'do'} not")
+    if tally["not comparable"]:
+        parts.append(f"{tally['not comparable']} cannot be compared")
+    if tally["not run"]:
+        parts.append(f"{tally['not run']} {'was' if tally['not run'] == 1 else 'were'} not run")
+    return ", ".join(parts) + "."
+
+
+def claim_value(value: Any, unit: str) -> str:
+    """A claim's figure with its unit; a word or a range stays as it is."""
+    as_number = number(value)
+    if as_number is None:
+        written = text(value).replace("-", "–") if text(value)[:1].isdigit() else text(value)
+    else:
+        written = significant(as_number) if unit != "%" else f"{as_number:,.3g}"
+    if not written:
+        return MISSING
+    if unit == "x":
+        return f"{written}×" if as_number is not None or written[-1].isdigit() else written
+    return f"{written} {unit}" if unit else written
+
+
+def section(runs: Sequence[Run]) -> Section:
+    """Counts, the tested claims, and the others behind a line."""
+    rows = claim_rows(runs)
+    if not rows:
+        return Section("verdicts", "Verdicts", [Paragraph("This run holds no verdicts: no claim was evaluated.")])
+    tested = [(run, row) for run, row in rows if row["verdict"] != "not run"]
+    waiting = [row for _, row in rows if row["verdict"] == "not run"]
+    blocks: list[Block] = [Counts(counts(runs))]
+    if tested:
+        blocks.append(_tested_table(tested, len(runs) > 1))
+    if waiting:
+        table = Table(
+            "claims-not-run",
+            "Claims that were not run",
+            [Column("claim"), Column("note"), Column("published"), Column("reason")],
+            [[r["statement"], r["note"], claim_value(r["published"], r["unit"]), r["reason"]] for r in waiting],
+        )
+        blocks.append(Details(f"{len(waiting)} claims were not run", [table]) if tested else table)
+    return Section("verdicts", "Verdicts", blocks)
+
+
+def _tested_table(tested: Sequence[tuple[Run | None, Mapping[str, Any]]], several: bool) -> Table:
+    columns = [Column("claim"), Column("published"), Column("measured"), Column("verdict", "verdict"), Column("reason")]
+    if several:
+        columns.insert(2, Column("run"))
+    rows = []
+    for run, row in tested:
+        spread = number(row["spread"])
+        measured = claim_value(row["measured"], row["unit"])
+        measured += "" if spread is None else f" (spread {show(spread, 'percent')})"
+        cells = [row["statement"], claim_value(row["published"], row["unit"]), measured, row["verdict"], row["reason"]]
+        if several:
+            cells.insert(2, run.label if run else "")
+        rows.append(cells)
+    return Table("verdicts", "Claims and verdicts", columns, rows)
