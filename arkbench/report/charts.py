@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import TypeAlias
+
+from arkbench.report.style import Role
 
 
 @dataclass(frozen=True)
@@ -13,7 +15,7 @@ class BarSeries:
 
     name: str
     values: Sequence[float | None]
-    role: int | Literal["base"] = 0
+    role: Role = 0
 
 
 @dataclass(frozen=True)
@@ -49,13 +51,14 @@ class Bars:
 
 @dataclass(frozen=True)
 class Line:
-    """`labels` stand beside the points. `published`: drawn hollow and grey."""
+    """`labels` stand beside the points; `role` as in BarSeries. `published`: drawn hollow and grey."""
 
     name: str
     x: Sequence[float | None]
     y: Sequence[float | None]
     labels: Sequence[str] = ()
     published: bool = False
+    role: Role = 0
 
 
 @dataclass(frozen=True)

@@ -101,6 +101,21 @@ def is_valid(value: Any) -> bool:
     return text(value).strip().lower() not in ("false", "0", "0.0", "no")
 
 
+def setting(row: Mapping[str, Any], with_context: bool = True) -> str:
+    """A cell in words: `16 streams, 1,000 of context`, `prompt of 256`, `burst of 8 × 4,000`; else its id."""
+    streams, context, prompt, at_once = (
+        number(row[column]) for column in ("streams", "context_tokens", "prompt_tokens", "at_once")
+    )
+    if row["workload"] in ("decode", "sustained") and streams is not None:
+        name = f"{streams:,.0f} {'stream' if streams == 1 else 'streams'}"
+        return f"{name}, {context:,.0f} of context" if with_context and context is not None else name
+    if row["workload"] == "prefill" and prompt is not None:
+        return f"prompt of {prompt:,.0f}"
+    if row["workload"] == "burst" and prompt is not None and at_once is not None:
+        return f"burst of {at_once:,.0f} × {prompt:,.0f}"
+    return text(row["cell"])
+
+
 def load(paths: Sequence[Path]) -> list[Run]:
     """Reads run folders and labels them by what tells them apart. FileNotFoundError: not a run folder."""
     runs = [_load(Path(path)) for path in paths]

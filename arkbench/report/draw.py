@@ -23,7 +23,7 @@ from arkbench.report import style
 from arkbench.report.charts import BarPanel, Bars, BarSeries, Chart, Line, LinePanel, Lines, Timeline, TimelinePanel
 from arkbench.report.figures import show, significant
 
-WIDE, NARROW = 8.2, 4.3
+WIDE, NARROW = 9.4, 4.3
 INK, MUTED = style.LIGHT["ink"], style.LIGHT["muted"]
 
 
@@ -101,7 +101,8 @@ def _bars(chart: Bars, width: float) -> Canvas:
         if chart.horizontal:
             _horizontal_panel(ax, panel, chart.kind, number)
         else:
-            _vertical_panel(ax, panel, chart.kind, number)
+            columns = 2 if width == WIDE and len(chart.panels) > 1 else 1
+            _vertical_panel(ax, panel, chart.kind, number, width / columns - 0.9)
         ax.set_title(panel.title)
     value_axis = "xlabel" if chart.horizontal else "ylabel"
     for ax in axes:
@@ -153,11 +154,13 @@ def _legend(canvas: Canvas, handles: list) -> None:
         )
 
 
-def _vertical_panel(ax: Axes, panel: BarPanel, kind: str, number: int) -> None:
+def _vertical_panel(ax: Axes, panel: BarPanel, kind: str, number: int, width: float) -> None:
+    """Values stand upright where they are wider than their bar (`width`: of the panel, inches)."""
     count = len(panel.series)
     thick = 0.8 / count
-    crowded = len(panel.groups) * count > 9
     values = [value for series in panel.series for value in series.values if value is not None]
+    longest = max((len(show(value, kind)) for value in values), default=0)
+    crowded = longest * 0.066 > width / len(panel.groups) * thick
     top = max(values, default=1.0)
     for index, series in enumerate(panel.series):
         for group, value in enumerate(series.values):
@@ -247,20 +250,21 @@ def _lines(chart: Lines, width: float) -> Canvas:
 def _line_looks(chart: Lines) -> dict[str, dict[str, object]]:
     """One look per name, the same in all panels."""
     looks: dict[str, dict[str, object]] = {}
-    measured = published = 0
+    published = 0
     for line in (line for panel in chart.panels for line in panel.lines):
         if line.name in looks:
             continue
         if line.published:
             colour, hollow, index = style.LIGHT["base-line"], True, published
             published += 1
+        elif line.role == "base":
+            colour, hollow, index = style.LIGHT["base-line"], False, -1
         else:
-            colour, hollow, index = style.LIGHT[style.SERIES[measured % len(style.SERIES)]], False, measured
-            measured += 1
+            colour, hollow, index = style.LIGHT[style.SERIES[line.role % len(style.SERIES)]], False, line.role
         looks[line.name] = {
             "color": colour,
             "marker": style.MARKERS[index % len(style.MARKERS)],
-            "linestyle": style.DASHES[(index + hollow) % len(style.DASHES)],
+            "linestyle": style.DASHES[(index + hollow) % len(style.DASHES)] if index >= 0 else "-",
             "markerfacecolor": "none" if hollow else colour,
             "linewidth": 1.3 if hollow else 1.9,
         }

@@ -56,9 +56,9 @@ def show(value: float | None, kind: str = "number") -> str:
 
 
 def significant(value: float, digits: int = 3) -> str:
-    """Three significant digits, thousands separated, never an exponent: 1,677 · 87.4 · 0.64."""
-    if value == 0:
-        return "0"
+    """Three significant digits, thousands separated, never an exponent: 1,677 · 87.4 · 0.64; whole numbers whole."""
+    if value == round(value):
+        return f"{value:,.0f}"
     magnitude = math.floor(math.log10(abs(value)))
     decimals = max(0, digits - 1 - magnitude)
     written = f"{value:,.{decimals}f}"

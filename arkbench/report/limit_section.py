@@ -7,10 +7,11 @@ from typing import Any
 
 from arkbench.report.blocks import Block, Column, Details, Paragraph, Section, Table
 from arkbench.report.charts import BarPanel, Bars, BarSeries
-from arkbench.report.data import Run
+from arkbench.report.data import Run, setting
 from arkbench.report.figures import Figure, number, show
 from arkbench.report.notes import published_counterpart
 from arkbench.report.published import PUBLISHED_GPU
+from arkbench.report.style import roles
 
 ROWS_SHOWN = 14
 
@@ -44,7 +45,7 @@ def _sentence(rows: Sequence[tuple[Run, Mapping[str, Any]]]) -> str:
     def name(entry: tuple[Run, Mapping[str, Any]]) -> str:
         run, row = entry
         share = show(number(row["limit_fraction"]), "percent")
-        return f"{share} ({row['model']}, {row['variant']}, {row['cell']}, {run.hardware})"
+        return f"{share} ({row['model']}, {row['variant']}, {setting(row)}, {run.hardware})"
 
     text = f"The nearest to its limit: {name(known[-1])}."
     if len(known) > 1:
@@ -55,15 +56,16 @@ def _sentence(rows: Sequence[tuple[Run, Mapping[str, Any]]]) -> str:
 def _chart(rows: Sequence[tuple[Run, Mapping[str, Any]]], runs: Sequence[Run]) -> Bars:
     """A panel for each run and scenario; groups are cells, series variants."""
     panels = []
-    order = list(dict.fromkeys(row["variant"] for _, row in rows))
+    look = roles([row["variant"] for _, row in rows])
     for run, scenario in dict.fromkeys((run.label, row["scenario"]) for run, row in rows):
         here = [row for other, row in rows if other.label == run and row["scenario"] == scenario]
         several = len({row["model"] for row in here}) > 1
-        found = {(_group(row, several), row["variant"]): number(row["limit_fraction"]) for row in here}
+        contexts = len({row["context_tokens"] for row in here if number(row["context_tokens"]) is not None}) > 1
+        found = {(_group(row, several, contexts), row["variant"]): number(row["limit_fraction"]) for row in here}
         groups = list(dict.fromkeys(group for group, _ in found))
         series = [
-            BarSeries(variant, [found.get((group, variant)) for group in groups], order.index(variant))
-            for variant in order
+            BarSeries(variant, [found.get((group, variant)) for group in groups], role)
+            for variant, role in look.items()
             if any(row["variant"] == variant for row in here)
         ]
         title = f"{scenario}, {run}"
@@ -82,8 +84,9 @@ def _largest(panel: BarPanel) -> float | None:
     return max((value for series in panel.series for value in series.values if value is not None), default=None)
 
 
-def _group(row: Mapping[str, Any], several: bool) -> str:
-    return f"{row['model']} · {row['cell']}" if several else row["cell"]
+def _group(row: Mapping[str, Any], several: bool, contexts: bool) -> str:
+    name = setting(row, contexts)
+    return f"{row['model']} · {name}" if several else name
 
 
 def _table(rows: Sequence[tuple[Run, Mapping[str, Any]]], several: bool) -> Table:

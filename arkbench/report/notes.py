@@ -21,6 +21,7 @@ Change = Literal["ratio", "percent", "reduction"]
 class Measure:
     """One quantity of a note: its summary column, and the published columns of the two variants."""
 
+    title: str
     name: str
     column: str
     unit: str
@@ -57,7 +58,6 @@ class Comparison:
 
     key: str
     note: str
-    title: str
     file: str
     base: str
     new: str
@@ -75,41 +75,41 @@ class Comparison:
 TOK = "tok/s"
 COMPARISONS = (
     Comparison(
-        "fused-kernels-decode", "fused-kernels", "Decode, requests at once", "fused_kernels_decode.csv",
+        "fused-kernels-decode", "fused-kernels", "fused_kernels_decode.csv",
         "standard", "fused", ("decode",), (RowKey("concurrent_requests", "streams", "requests"),),
-        (Measure("decode throughput", "decode_tok_s", TOK, "standard_tok_s", "fused_tok_s", limit=True),),
+        (Measure("Decode throughput by requests at once", "decode throughput", "decode_tok_s", TOK, "standard_tok_s", "fused_tok_s", limit=True),),
     ),
     Comparison(
-        "fused-kernels-prefill", "fused-kernels", "Prompt reading", "fused_kernels_prefill.csv",
+        "fused-kernels-prefill", "fused-kernels", "fused_kernels_prefill.csv",
         "standard", "fused", ("prefill",), (RowKey("prompt_tokens", "prompt_tokens", "prompt tokens"),),
-        (Measure("prompt reading", "prefill_tok_s", TOK, "standard_tok_s", "fused_tok_s", "percent"),),
+        (Measure("Prompt reading by prompt length", "prompt reading", "prefill_tok_s", TOK, "standard_tok_s", "fused_tok_s", "percent"),),
     ),
     Comparison(
-        "decode-batching-releases", "decode-batching", "Releases at full load", "decode_batching_releases.csv",
+        "decode-batching-releases", "decode-batching", "decode_batching_releases.csv",
         "ark-1.0", "ark-2.0", ("sustained", "decode"), (RowKey("model", "model", "model"),),
         (
-            Measure("total throughput", "decode_tok_s", TOK, "ark_1_0_tok_s", "ark_2_0_tok_s", limit=True),
+            Measure("Total throughput at full load", "total throughput", "decode_tok_s", TOK, "ark_1_0_tok_s", "ark_2_0_tok_s", limit=True),
             Measure(
-                "energy", "wh_per_1k_tokens", "Wh per 1,000 tokens", "ark_1_0_wh_per_1k_tokens",
+                "Energy at full load", "energy", "wh_per_1k_tokens", "Wh per 1,000 tokens", "ark_1_0_wh_per_1k_tokens",
                 "ark_2_0_wh_per_1k_tokens", "percent",
             ),
         ),
         streams=(12, 64), base_streams_column="ark_1_0_streams",
     ),
     Comparison(
-        "inverted-loops", "inverted-loops", "One stream", "inverted_loops.csv",
+        "inverted-loops", "inverted-loops", "inverted_loops.csv",
         "driven", "inverted", ("decode", "sustained"), (RowKey("model", "model", "model"),),
-        (Measure("single-stream decode", "decode_tok_s", TOK, "ark_1_1_tok_s", "ark_2_0_tok_s", limit=True),),
+        (Measure("Decode of a single stream", "single-stream decode", "decode_tok_s", TOK, "ark_1_1_tok_s", "ark_2_0_tok_s", limit=True),),
         streams=(1, 1),
     ),
     Comparison(
-        "pipelined-prefill", "pipelined-prefill", "Bursts", "pipelined_prefill.csv",
+        "pipelined-prefill", "pipelined-prefill", "pipelined_prefill.csv",
         "ark-2.0", "ark-2.1", ("burst",),
         (RowKey("prompt_tokens", "prompt_tokens", "prompt tokens"), RowKey("at_once", "at_once", "at once")),
         (
-            Measure("combined prefill rate", "prefill_tok_s", TOK, "ark_2_0_tok_s", "ark_2_1_tok_s"),
+            Measure("Combined prefill rate of a burst", "combined prefill rate", "prefill_tok_s", TOK, "ark_2_0_tok_s", "ark_2_1_tok_s"),
             Measure(
-                "slowest first token", "ttft_max_s", "s", "ark_2_0_slowest_ttft_s", "ark_2_1_slowest_ttft_s",
+                "Slowest first token of a burst", "slowest first token", "ttft_max_s", "s", "ark_2_0_slowest_ttft_s", "ark_2_1_slowest_ttft_s",
                 "reduction",
             ),
         ),
@@ -297,7 +297,7 @@ def _comparison_table(
         for pair in pairs[key]:
             row += [pair.base, pair.new, measure.compare(pair.base.value, pair.new.value)]
         rows.append(row)
-    return Table(name, f"{comparison.title}: {measure.name}, published beside measured", columns, rows)
+    return Table(name, f"{measure.title}, published beside measured", columns, rows)
 
 
 def _comparison_charts(
@@ -331,7 +331,7 @@ def _comparison_charts(
             )
     chart = Bars(
         name,
-        f"{comparison.title}: {measure.name}",
+        measure.title,
         _comparison_alt(comparison, measure, keys, pairs),
         panels,
         f"{measure.name}, {measure.unit}",
@@ -380,7 +380,7 @@ def _change_chart(
     label = f"{comparison.new} / {comparison.base}" if sign == 1 else f"fall from {comparison.base}, %"
     return Bars(
         f"{name}-gain",
-        f"{comparison.title}: {measure.name}, gain by model",
+        f"{measure.title}: gain, model by model",
         _comparison_alt(comparison, measure, keys, pairs),
         [BarPanel("", [text(key[0]) for key in keys], series, missing="none")],
         label,

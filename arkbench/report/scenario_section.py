@@ -9,9 +9,10 @@ import pandas as pd
 
 from arkbench.report.blocks import Block, Column, Details, Paragraph, Section, Table
 from arkbench.report.charts import BarPanel, Bars, BarSeries, Line, LinePanel, Lines, Span, Timeline, TimelinePanel
-from arkbench.report.data import Run, scenario_entries
+from arkbench.report.data import Run, scenario_entries, setting
 from arkbench.report.figures import number, text
 from arkbench.report.notes import note_blocks
+from arkbench.report.style import Role, roles
 
 CELL_FIGURES = (
     ("decode_tok_s", "decode", "tok/s"),
@@ -99,6 +100,15 @@ def _cell_table(name: str, runs: Sequence[Run]) -> Table:
     return Table(f"{name}-cells", f"Every cell of {name}: medians over the repetitions", columns, written)
 
 
+def _line_roles(rows: pd.DataFrame, contexts: bool) -> dict[tuple[str, Any], Role]:
+    """A look for each line; with several contexts a variant has several lines, and colours tell all of them apart."""
+    pairs = list(dict.fromkeys(zip(rows["variant"], rows["context_tokens"], strict=True)))
+    if contexts:
+        return {pair: index for index, pair in enumerate(pairs)}
+    look = roles(rows["variant"])
+    return {pair: look[pair[0]] for pair in pairs}
+
+
 def _groups_by(cells: pd.DataFrame, columns: Iterable[str]) -> Iterable[tuple[tuple[Any, ...], pd.DataFrame]]:
     return cells.groupby(list(columns), sort=False, dropna=False)
 
@@ -106,13 +116,16 @@ def _groups_by(cells: pd.DataFrame, columns: Iterable[str]) -> Iterable[tuple[tu
 def _variant_bars(cells: pd.DataFrame, value: str, title: str) -> BarPanel:
     """Bars of one figure: a group a cell (and subject), a series a variant."""
     several = cells["subject"].nunique() > 1
-    labels = [f"{row.subject} · {row.cell}" if several else row.cell for row in cells.itertuples()]
+    several_contexts = cells["context_tokens"].nunique() > 1
+    names = [setting(row, several_contexts) for row in cells.to_dict("records")]
+    labels = [
+        f"{row.subject} · {name}" if several else name for row, name in zip(cells.itertuples(), names, strict=True)
+    ]
     cells = cells.assign(group=labels)
-    groups, variants = list(dict.fromkeys(labels)), list(dict.fromkeys(cells["variant"]))
+    groups, look = list(dict.fromkeys(labels)), roles(cells["variant"])
     found = {(row["group"], row["variant"]): number(row[value]) for row in cells.to_dict("records")}
     series = [
-        BarSeries(variant, [found.get((group, variant)) for group in groups], index)
-        for index, variant in enumerate(variants)
+        BarSeries(variant, [found.get((group, variant)) for group in groups], role) for variant, role in look.items()
     ]
     return BarPanel(title, groups, series)
 
@@ -144,14 +157,16 @@ def _line_charts(name: str, cells: pd.DataFrame, scaling: bool) -> list[Block]:
     contexts = decode["context_tokens"].nunique() > 1
     for (subject,), rows in _groups_by(decode, ("subject",)):
         streams, trade = [], []
+        look = _line_roles(rows, contexts)
         for (variant, context), group in _groups_by(rows, ("variant", "context_tokens")):
             group = group.sort_values("streams")
             label = f"{variant}, {context:,.0f} tokens" if contexts and number(context) is not None else variant
             counts_here = [number(value) for value in group["streams"]]
             total = [number(value) for value in group["decode_tok_s"]]
             each = [number(value) for value in group["stream_tok_s"]]
-            streams.append(Line(label, counts_here, total))
-            trade.append(Line(label, each, total, [f"{value:.0f}" for value in counts_here]))
+            role = look[(variant, context)]
+            streams.append(Line(label, counts_here, total, role=role))
+            trade.append(Line(label, each, total, [f"{value:.0f}" for value in counts_here], role=role))
         over.append(LinePanel(subject, streams))
         pareto.append(LinePanel(subject, trade))
     chart = Lines(
@@ -160,7 +175,7 @@ def _line_charts(name: str, cells: pd.DataFrame, scaling: bool) -> list[Block]:
         over, "streams", "all streams, tok/s", x_log=True,
     )  # fmt: skip
     trade_chart = Lines(
-        f"{name}-pareto", "Throughput against the speed of one stream",
+        f"{name}-pareto", "Throughput against the speed of one stream (beside each point: streams)",
         "Lines: throughput of all streams against the speed of one stream; the number of streams stands beside each "
         "point; figures in the table of cells.",
         pareto, "one stream, tok/s", "all streams, tok/s",
@@ -177,10 +192,15 @@ def _ttft_chart(name: str, cells: pd.DataFrame) -> list[Block]:
         row.ttft_max_s if row.workload == "burst" else row.ttft_p50_s for row in rows.itertuples(index=False)
     ]
     bursts = rows["at_once"].nunique() > 1
-    panels = []
+    panels, look = [], roles(rows["variant"])
     for (subject, at_once), group in _groups_by(rows, ("subject", "at_once") if bursts else ("subject", "workload")):
         lines = [
-            Line(variant, [number(v) for v in part["prompt_tokens"]], [number(v) for v in part["ttft"]])
+            Line(
+                variant,
+                [number(v) for v in part["prompt_tokens"]],
+                [number(v) for v in part["ttft"]],
+                role=look[variant],
+            )
             for (variant,), part in _groups_by(group.sort_values("prompt_tokens"), ("variant",))
         ]
         title = f"{at_once:.0f} at once" if bursts and number(at_once) is not None else subject

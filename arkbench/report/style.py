@@ -7,7 +7,10 @@ each colour of the palette occurs under one name, so that it can be exchanged fo
 from __future__ import annotations
 
 import re
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias
+
+Role: TypeAlias = int | Literal["base"]
 
 # Okabe and Ito's colour-blind-safe hues, darkened (light theme) or lightened (dark theme) to 3:1 against the ground.
 LIGHT = {
@@ -44,6 +47,18 @@ DASHES = ("-", "--", "-.", (0, (1, 1.2)), (0, (5, 1, 1, 1)), (0, (8, 2)))
 HATCHES = ("", "\\\\\\\\", "....", "xxxx", "----", "++++")
 
 FONTS = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Liberation Sans', Arial, sans-serif"
+
+
+BASELINES = ("standard", "driven", "ark-1.0", "ark-1.1", "off", "contiguous", "whole")
+
+
+def roles(variants: Sequence[str]) -> dict[str, Role]:
+    """Who is drawn how: the variant that the others are compared with in grey, the others in colours in order."""
+    names = list(dict.fromkeys(variants))
+    known = [name for name in names if name.lower() in BASELINES]
+    base = known[:1] or (names[:1] if "ark-2.1" in names and names[0] == "ark-2.0" else [])
+    others = [name for name in names if name not in base]
+    return {**dict.fromkeys(base, "base"), **{name: index for index, name in enumerate(others)}}
 
 
 def rc(key: str) -> dict[str, Any]:
@@ -108,7 +123,7 @@ def inline(svg: str, prefix: str, alt: str) -> str:
     label = alt.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
     opening = (
         f'<svg viewBox="{view.group(1)}" role="img" aria-label="{label}" '
-        f'style="max-width:{float(width.group(1)) * 1.4:.0f}px"'
+        f'style="max-width:{float(width.group(1)) * 1.5:.0f}px"'
     )
     return opening + body[body.index(">") :]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from arkbench.report.blocks import Block, Column, Counts, Details, Paragraph, Section, Table
 from arkbench.report.data import Run
-from arkbench.report.figures import MISSING, number, show, significant, text
+from arkbench.report.figures import MISSING, number, significant, text
 
 VERDICTS = ("exceeded", "reproduced", "not reproduced", "not comparable", "not run")
 
@@ -55,17 +55,21 @@ def lead(runs: Sequence[Run]) -> str:
 
 
 def claim_value(value: Any, unit: str) -> str:
-    """A claim's figure with its unit; a word or a range stays as it is."""
+    """A claim's figure with its unit, to three digits; a range as it is; words without the unit."""
     as_number = number(value)
-    if as_number is None:
-        written = text(value).replace("-", "–") if text(value)[:1].isdigit() else text(value)
-    else:
-        written = significant(as_number) if unit != "%" else f"{as_number:,.3g}"
+    written = significant(as_number) if as_number is not None else text(value)
     if not written:
         return MISSING
-    if unit == "x":
-        return f"{written}×" if as_number is not None or written[-1].isdigit() else written
-    return f"{written} {unit}" if unit else written
+    if as_number is None and not written[0].isdigit():
+        return written
+    if as_number is None:
+        written = written.replace("-", "–")
+    return f"{written}×" if unit == "x" else f"{written} {unit}".strip()
+
+
+def sentence(statement: str) -> str:
+    """A statement with a capital, unless it begins with a name."""
+    return statement[:1].upper() + statement[1:]
 
 
 def section(runs: Sequence[Run]) -> Section:
@@ -83,22 +87,30 @@ def section(runs: Sequence[Run]) -> Section:
             "claims-not-run",
             "Claims that were not run",
             [Column("claim"), Column("note"), Column("published"), Column("reason")],
-            [[r["statement"], r["note"], claim_value(r["published"], r["unit"]), r["reason"]] for r in waiting],
+            [
+                [sentence(r["statement"]), r["note"], claim_value(r["published"], r["unit"]), r["reason"]]
+                for r in waiting
+            ],
         )
         blocks.append(Details(f"{len(waiting)} claims were not run", [table]) if tested else table)
     return Section("verdicts", "Verdicts", blocks)
 
 
 def _tested_table(tested: Sequence[tuple[Run | None, Mapping[str, Any]]], several: bool) -> Table:
-    columns = [Column("claim"), Column("published"), Column("measured"), Column("verdict", "verdict"), Column("reason")]
+    names = ("claim", "published", "measured", "spread", "verdict", "reason")
+    columns = [Column(name, {"verdict": "verdict", "spread": "percent"}.get(name, "text")) for name in names]
     if several:
         columns.insert(2, Column("run"))
     rows = []
     for run, row in tested:
-        spread = number(row["spread"])
-        measured = claim_value(row["measured"], row["unit"])
-        measured += "" if spread is None else f" (spread {show(spread, 'percent')})"
-        cells = [row["statement"], claim_value(row["published"], row["unit"]), measured, row["verdict"], row["reason"]]
+        cells: list[Any] = [
+            sentence(row["statement"]),
+            claim_value(row["published"], row["unit"]),
+            claim_value(row["measured"], row["unit"]),
+            number(row["spread"]),
+            row["verdict"],
+            row["reason"],
+        ]
         if several:
             cells.insert(2, run.label if run else "")
         rows.append(cells)

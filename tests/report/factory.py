@@ -210,8 +210,13 @@ def decode_batching(folder: Path, **meta: Any) -> Path:
             streams = row[f"{column}_streams"]
             wh = row[f"{column}_wh_per_1k_tokens"] * 0.6
             cells.append(
-                decode(name, variant, row["model"], streams, row[f"{column}_tok_s"] * 2.4, 0.2, workload="sustained")
-                | {"cell": f"sustained-s{streams}", "wh_per_1k_tokens": wh, "context_tokens": ""}
+                decode(name, variant, row["model"], streams, row[f"{column}_tok_s"] * 2.4, 0.2)
+                | {
+                    "workload": "sustained",
+                    "cell": f"sustained-s{streams}",
+                    "wh_per_1k_tokens": wh,
+                    "context_tokens": "",
+                }
             )
     for context, top in ((1000, 4100.0), (4000, 3500.0)):
         for streams in (1, 4, 8, 16, 24, 32, 48, 64):
