@@ -10,7 +10,7 @@ import pandas as pd
 from arkbench.report.blocks import Block, Column, Details, Paragraph, Section, Table
 from arkbench.report.charts import BarPanel, Bars, BarSeries, Line, LinePanel, Lines, Span, Timeline, TimelinePanel
 from arkbench.report.data import Run, scenario_entries, setting
-from arkbench.report.figures import number, text
+from arkbench.report.figures import number, show, text
 from arkbench.report.notes import note_blocks
 from arkbench.report.style import Role, roles
 
@@ -102,7 +102,7 @@ def _cell_table(name: str, runs: Sequence[Run]) -> Table:
 
 def _line_roles(rows: pd.DataFrame, contexts: bool) -> dict[tuple[str, Any], Role]:
     """A look for each line; with several contexts a variant has several lines, and colours tell all of them apart."""
-    pairs = list(dict.fromkeys(zip(rows["variant"], rows["context_tokens"], strict=True)))
+    pairs = list(dict.fromkeys(zip(rows["variant"], rows["context"], strict=True)))
     if contexts:
         return {pair: index for index, pair in enumerate(pairs)}
     look = roles(rows["variant"])
@@ -148,19 +148,21 @@ def _bar_charts(name: str, cells: pd.DataFrame) -> list[Block]:
 
 def _line_charts(name: str, cells: pd.DataFrame, scaling: bool) -> list[Block]:
     """Throughput over streams, and against the speed of one stream, where there are three counts or more."""
-    decode = cells[(cells["workload"].isin(["decode", "sustained"])) & cells["streams"].notna()]
-    counts = [group["streams"].nunique() for _, group in _groups_by(decode, ("subject", "variant", "context_tokens"))]
-    if max(counts, default=0) < 3:
+    decode = cells[(cells["workload"] == "decode") & cells["streams"].notna()]
+    counts = decode.groupby("subject")["streams"].nunique()
+    decode = decode[decode["subject"].isin(counts[counts >= 3].index)]
+    if decode.empty:
         return []
+    decode = decode.assign(context=[show(number(value), "integer") for value in decode["context_tokens"]])
     over: list[LinePanel] = []
     pareto: list[LinePanel] = []
-    contexts = decode["context_tokens"].nunique() > 1
+    contexts = decode["context"].nunique() > 1
     for (subject,), rows in _groups_by(decode, ("subject",)):
         streams, trade = [], []
         look = _line_roles(rows, contexts)
-        for (variant, context), group in _groups_by(rows, ("variant", "context_tokens")):
+        for (variant, context), group in _groups_by(rows, ("variant", "context")):
             group = group.sort_values("streams")
-            label = f"{variant}, {context:,.0f} tokens" if contexts and number(context) is not None else variant
+            label = f"{variant}, {context} tokens" if contexts else variant
             counts_here = [number(value) for value in group["streams"]]
             total = [number(value) for value in group["decode_tok_s"]]
             each = [number(value) for value in group["stream_tok_s"]]
