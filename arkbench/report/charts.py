@@ -11,22 +11,25 @@ from arkbench.report.style import Role
 
 @dataclass(frozen=True)
 class BarSeries:
-    """`role`: `base` is drawn grey and hatched (what a figure is compared with), numbers are colours in order."""
+    """`role`: `base` is drawn grey and hatched (what a figure is compared with), numbers are colours in order.
+
+    `missing`: what stands in a bar's place where there is none.
+    """
 
     name: str
     values: Sequence[float | None]
     role: Role = 0
+    missing: str = "not measured"
 
 
 @dataclass(frozen=True)
 class BarPanel:
-    """Groups of bars on one scale. `ratios`: a line above each group (empty: none). `missing`: what a gap says."""
+    """Groups of bars on one scale. `ratios`: a line above each group (empty: none)."""
 
     title: str
     groups: Sequence[str]
     series: Sequence[BarSeries]
     ratios: Sequence[str] = ()
-    missing: str = "not measured"
 
 
 @dataclass(frozen=True)

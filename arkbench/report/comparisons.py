@@ -48,7 +48,10 @@ class RowKey:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A published table of two variants. `streams`: cells of that many streams only (base, new)."""
+    """A published table of two variants. `streams`: cells of that many streams only (base, new).
+
+    `published_names`: the note's own words for the two, where they are not the names of the variants.
+    """
 
     key: str
     note: str
@@ -58,6 +61,7 @@ class Comparison:
     workloads: Sequence[str]
     rows: Sequence[RowKey]
     measures: Sequence[Measure]
+    published_names: tuple[str, str] = ("", "")
     streams: tuple[int, int] | None = None
     base_streams_column: str = ""
 
@@ -158,6 +162,7 @@ COMPARISONS = (
                 limit=True,
             ),
         ),
+        published_names=("ARK 1.1", "ARK 2.0"),
         streams=(1, 1),
     ),
     Comparison(

@@ -92,7 +92,7 @@ class Run:
 
 def scenario_entries(run: Run) -> list[Mapping[str, Any]]:
     """What run.json says of its scenarios: it may hold one or a list."""
-    held = run.meta.get("scenario") or run.meta.get("scenarios") or []
+    held = run.meta.get("scenarios") or run.meta.get("scenario") or []
     return [entry for entry in (held if isinstance(held, list) else [held]) if isinstance(entry, Mapping)]
 
 

@@ -168,7 +168,7 @@ def _vertical_panel(ax: Axes, panel: BarPanel, kind: str, number: int, width: fl
             name = f"{number}-{index}-{group}"
             if value is None:
                 ax.text(
-                    at, top * 0.02, panel.missing, rotation=90, ha="center", va="bottom", fontsize=7, color=MUTED,
+                    at, top * 0.02, series.missing, rotation=90, ha="center", va="bottom", fontsize=7, color=MUTED,
                     style="italic", gid=f"missing-{name}",
                 )  # fmt: skip
                 continue
@@ -204,7 +204,7 @@ def _horizontal_panel(ax: Axes, panel: BarPanel, kind: str, number: int) -> None
             name = f"{number}-{index}-{group}"
             if value is None:
                 ax.text(
-                    top * 0.01, at, panel.missing, va="center", fontsize=7, color=MUTED, style="italic",
+                    top * 0.01, at, series.missing, va="center", fontsize=7, color=MUTED, style="italic",
                     gid=f"missing-{name}",
                 )  # fmt: skip
                 continue
@@ -232,7 +232,7 @@ def _axis_number(kind: str) -> ticker.FuncFormatter:
         return ticker.FuncFormatter(lambda value, _: f"{100 * value:.0f} %")
     if kind == "ratio":
         return ticker.FuncFormatter(lambda value, _: f"{value:g}×")
-    return ticker.FuncFormatter(lambda value, _: significant(value))
+    return ticker.FuncFormatter(lambda value, _: f"{value:,.6g}")
 
 
 # Lines
@@ -334,7 +334,8 @@ def _timeline(chart: Timeline, width: float) -> Canvas:
     axes[-1].set_xlabel("seconds since the release")
     requests = sorted({span.request for panel in chart.panels for span in panel.spans})
     handles = [
-        Patch(label=f"request {request}", **_span_look(request, "prefill")) for request in requests[: len(style.SERIES)]
+        Patch(label=f"request {_letter(request)}", **_span_look(request, "prefill"))
+        for request in requests[: len(style.SERIES)]
     ]
     if any(span.kind == "decode" for panel in chart.panels for span in panel.spans):
         handles.append(Patch(label="decode step", **_span_look(0, "decode")))
@@ -345,13 +346,12 @@ def _timeline(chart: Timeline, width: float) -> Canvas:
 def _span_look(request: int, kind: str) -> dict[str, object]:
     if kind == "decode":
         return {"facecolor": style.LIGHT["base"], "edgecolor": style.LIGHT["paper"]}
-    index = request % len(style.SERIES)
-    return {
-        "facecolor": style.LIGHT[style.SERIES[index]],
-        "edgecolor": style.LIGHT["paper"],
-        "hatch": style.HATCHES[index],
-        "hatchcolor": style.LIGHT["paper"],
-    }
+    return {"facecolor": style.LIGHT[style.SERIES[request % len(style.SERIES)]], "edgecolor": style.LIGHT["paper"]}
+
+
+def _letter(request: int) -> str:
+    """A, B, ... Z, AA, AB: short enough to stand in a piece."""
+    return (_letter(request // 26 - 1) if request >= 26 else "") + chr(ord("A") + request % 26)
 
 
 def _timeline_panel(ax: Axes, panel: TimelinePanel, stages: int, end: float, width: float, number: int) -> None:
@@ -361,8 +361,8 @@ def _timeline_panel(ax: Axes, panel: TimelinePanel, stages: int, end: float, wid
             span.stage, length, 0.78, left=span.start_s, linewidth=0.7, gid=f"point-{number}-{index}",
             **_span_look(span.request, span.kind),
         )  # fmt: skip
-        label = "" if span.piece is None else f"{span.piece + 1}"
-        if label and span.kind != "decode" and length / end * width > 0.2:
+        label = "" if span.piece is None else f"{_letter(span.request)}{span.piece + 1}"
+        if label and span.kind != "decode" and length / end * width > 0.1 + 0.08 * len(label):
             ax.text(
                 span.start_s + length / 2, span.stage, label, ha="center", va="center", fontsize=7,
                 color=style.LIGHT["paper"], weight="bold",

@@ -41,9 +41,11 @@ def text(value: Any) -> str:
 
 
 def show(value: float | None, kind: str = "number") -> str:
-    """A number for people. Kinds: number, integer, ratio, change, percent (of a fraction), seconds."""
+    """A number for people. Kinds: number, printed (as it stands in its source), integer, ratio, change, percent."""
     if value is None:
         return MISSING
+    if kind == "printed":
+        return f"{value:,.10g}"
     if kind == "integer":
         return f"{value:,.0f}"
     if kind == "ratio":

@@ -184,12 +184,13 @@ def _comparison_table(
     columns = [Column(key.header, "text" if key.column == "model" else "integer") for key in comparison.rows]
     kind = "change" if measure.change == "percent" else "ratio"
     heading = {"ratio": "gain", "percent": "change", "reduction": "gain"}[measure.change]
-    for group in _groups(comparison, subjects):
-        columns += [
-            Column(comparison.base, "number", group, measure.unit),
-            Column(comparison.new, "number", group, measure.unit),
-            Column(heading, kind, group),
-        ]
+    for index, group in enumerate(_groups(comparison, subjects)):
+        names = [comparison.base, comparison.new]
+        if index == 0:
+            names = [own or name for own, name in zip(comparison.published_names, names, strict=True)]
+        number_kind = "number" if index else "printed"
+        columns += [Column(name, number_kind, group, measure.unit) for name in names]
+        columns.append(Column(heading, kind, group))
     rows = []
     for key in keys:
         row: list[Any] = list(key)
@@ -213,6 +214,7 @@ def _comparison_charts(
     for outer in _outer_keys(comparison, keys):
         inner = [key for key in keys if len(key) == 1 or key[0] == outer]
         for column in range(columns):
+            gap = "not published" if column == 0 else "not measured"
             title = titles[column].replace("published (", "Published (").replace("measured (", "Measured (")
             if outer is not None:
                 title = f"{outer:,} tokens · {title.split(' (')[0]}"
@@ -221,11 +223,10 @@ def _comparison_charts(
                     title,
                     [f"{key[-1]:,}" if isinstance(key[-1], int) else text(key[-1]) for key in inner],
                     [
-                        BarSeries(comparison.base, [pairs[key][column].base.value for key in inner], "base"),
-                        BarSeries(comparison.new, [pairs[key][column].new.value for key in inner], 0),
+                        BarSeries(comparison.base, [pairs[key][column].base.value for key in inner], "base", gap),
+                        BarSeries(comparison.new, [pairs[key][column].new.value for key in inner], 0, gap),
                     ],
                     [measure.show_change(pairs[key][column].base.value, pairs[key][column].new.value) for key in inner],
-                    "not published" if column == 0 else "not measured",
                 )
             )
     chart = Bars(
@@ -273,15 +274,16 @@ def _change_chart(
     names = ["published", *[f"measured ({subject.label})" for subject in subjects]]
     series = []
     for column, series_name in enumerate(names):
+        gap = "not published" if column == 0 else "not measured"
         changes = [measure.compare(pairs[key][column].base.value, pairs[key][column].new.value) for key in keys]
         values = [None if change is None else sign * change for change in changes]
-        series.append(BarSeries(series_name, values, "base" if column == 0 else column - 1))
+        series.append(BarSeries(series_name, values, "base" if column == 0 else column - 1, gap))
     label = f"{comparison.new} / {comparison.base}" if sign == 1 else f"fall from {comparison.base}, %"
     return Bars(
         f"{name}-gain",
         f"{measure.title}: gain, model by model",
         _comparison_alt(comparison, measure, keys, pairs),
-        [BarPanel("", [text(key[0]) for key in keys], series, missing="none")],
+        [BarPanel("", [text(key[0]) for key in keys], series)],
         label,
         horizontal=True,
         kind="ratio" if sign == 1 else "number",
@@ -326,7 +328,7 @@ def _scaling_table(
     groups = [f"published (2 × {published.PUBLISHED_GPU}, {SCALING_MODEL})", *labels]
     columns = [Column("context", "integer"), Column("streams", "integer")]
     for index, group in enumerate(groups):
-        columns += [Column("per stream", "number", group, TOK), Column("total", "number", group, TOK)]
+        columns += [Column(name, "number" if index else "printed", group, TOK) for name in ("per stream", "total")]
         if index:
             columns.append(Column("per stream × streams", "number", group, TOK))
     rows = []

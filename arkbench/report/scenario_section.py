@@ -193,28 +193,40 @@ def _ttft_chart(name: str, cells: pd.DataFrame) -> list[Block]:
     rows["ttft"] = [
         row.ttft_max_s if row.workload == "burst" else row.ttft_p50_s for row in rows.itertuples(index=False)
     ]
-    bursts = rows["at_once"].nunique() > 1
-    panels, look = [], roles(rows["variant"])
-    for (subject, at_once), group in _groups_by(rows, ("subject", "at_once") if bursts else ("subject", "workload")):
-        lines = [
-            Line(
-                variant,
-                [number(v) for v in part["prompt_tokens"]],
-                [number(v) for v in part["ttft"]],
-                role=look[variant],
-            )
-            for (variant,), part in _groups_by(group.sort_values("prompt_tokens"), ("variant",))
+    bursts = rows[rows["workload"] == "burst"]
+    panels = [_ttft_panel(group, subject, "variant") for (subject,), group in _groups_by(rows, ("subject",))]
+    if bursts["at_once"].nunique() > 1:
+        several = rows["subject"].nunique() > 1
+        panels = [
+            _ttft_panel(group, f"{subject} · {variant}" if several else variant, "at_once")
+            for (subject, variant), group in _groups_by(bursts, ("subject", "variant"))
         ]
-        title = f"{at_once:.0f} at once" if bursts and number(at_once) is not None else subject
-        several = bursts and rows["subject"].nunique() > 1
-        panels.append(LinePanel(f"{subject} · {title}" if several else title, lines))
     return [
         Lines(
             f"{name}-ttft", "Time to the first token over prompt length",
             "Lines: time to the first token over prompt length, a line a variant; figures in the table of cells.",
-            panels, "prompt tokens", "slowest TTFT, s" if bursts else "TTFT, s", x_log=True, y_log=True,
+            panels, "prompt tokens", "slowest TTFT, s" if len(bursts) else "TTFT, s", x_log=True, y_log=True,
         )
     ]  # fmt: skip
+
+
+def _ttft_panel(rows: pd.DataFrame, title: str, by: str) -> LinePanel:
+    """A line for each variant, or for each number of prompts at once."""
+    rows = rows.sort_values([by, "prompt_tokens"] if by == "at_once" else "prompt_tokens", kind="stable")
+    names = {value: text(value) if by == "variant" else f"{value:.0f} at once" for value in rows[by]}
+    look = roles(list(names)) if by == "variant" else {value: index for index, value in enumerate(names)}
+    return LinePanel(
+        title,
+        [
+            Line(
+                names[value],
+                [number(tokens) for tokens in part["prompt_tokens"]],
+                [number(seconds) for seconds in part["ttft"]],
+                role=look[value],
+            )
+            for (value,), part in _groups_by(rows, (by,))
+        ],
+    )
 
 
 def _energy_chart(name: str, cells: pd.DataFrame) -> list[Block]:
