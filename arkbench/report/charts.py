@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from arkbench.report.style import Role
 
+NO_BAR = math.nan
+
 
 @dataclass(frozen=True)
 class BarSeries:
     """`role`: `base` is drawn grey and hatched (what a figure is compared with), numbers are colours in order.
 
-    `missing`: what stands in a bar's place where there is none.
+    A value of None is a bar that is missing (`missing` stands in its place), NaN one that the group does not have.
     """
 
     name: str
     values: Sequence[float | None]
     role: Role = 0
     missing: str = "not measured"
+
+
+def is_no_bar(value: float | None) -> bool:
+    return value is not None and math.isnan(value)
 
 
 @dataclass(frozen=True)
@@ -46,9 +53,11 @@ class Bars:
     kind: str = "number"
 
     def points(self) -> int:
-        return sum(len(series.values) for panel in self.panels for series in panel.series)
+        """How many figures the chart has, missing ones too."""
+        return sum(not is_no_bar(value) for panel in self.panels for series in panel.series for value in series.values)
 
     def missing(self) -> int:
+        """How many of them are missing."""
         return sum(value is None for panel in self.panels for series in panel.series for value in series.values)
 
 

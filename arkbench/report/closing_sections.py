@@ -106,7 +106,9 @@ def environment(runs: Sequence[Run]) -> Section:
             if text(entry.get("text")):
                 name = f"Scenario {text(entry.get('name'))}, {run.label} (hash {text(entry.get('hash'))[:12]})"
                 blocks.append(Details(name, [Paragraph(f"```\n{text(entry['text']).strip()}\n```")]))
-    geometry = [[run.label, written(run.meta.get("model"))] for run in runs if run.meta.get("model")]
+    geometry = [
+        [run.label, written(run.meta.get(key))] for run in runs for key in ("model", "geometry") if run.meta.get(key)
+    ]
     if geometry:
         blocks.append(
             Details("Model geometry", [Table("geometry", "Model geometry", [Column("run"), Column("model")], geometry)])
@@ -184,10 +186,26 @@ def _run_lines(run: Run) -> list[str]:
         total = sum(run.request_statuses.values())
         parts = ", ".join(f"{count} {status or 'without a status'}" for status, count in sorted(bad.items()))
         lines.append(f"{run.label}: of {total:,} requests {parts}.")
+    missing = run.meta.get("energy_missing") or []
+    lines += [f"{run.label}: {text(reason)}" for reason in missing]
     if len(run.summary) and not run.summary["wh_per_1k_tokens"].notna().any():
         lines.append(f"{run.label}: no energy was measured.")
+    lines += _answer_lines(run)
     notes = run.meta.get("notes") or []
     lines += [f"{run.label}: {text(note)}" for note in ([notes] if isinstance(notes, str) else notes)]
+    return lines
+
+
+def _answer_lines(run: Run) -> list[str]:
+    """Whether the variants gave the same tokens, where the run compared them."""
+    answers = run.meta.get("answers") or {}
+    lines = []
+    for entry in answers.get("different") or []:
+        variants = " and ".join(text(name) for name in entry.get("variants") or [])
+        where = f"{text(entry.get('cell'))}, repetition {text(entry.get('repetition'))}"
+        switches = ", ".join(entry.get("switches") or [])
+        fault = "a fault: these switches must not change a token" if entry.get("fault") else "these switches may round"
+        lines.append(f"{run.label}: {variants} gave different tokens in {where} (switches: {switches}; {fault}).")
     return lines
 
 

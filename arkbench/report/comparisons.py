@@ -131,10 +131,10 @@ COMPARISONS = (
                 limit=True,
             ),
             Measure(
-                "Energy at full load",
+                "Energy per 1,000 tokens at full load",
                 "energy",
                 "wh_per_1k_tokens",
-                "Wh per 1,000 tokens",
+                "Wh",
                 "ark_1_0_wh_per_1k_tokens",
                 "ark_2_0_wh_per_1k_tokens",
                 "percent",

@@ -36,6 +36,7 @@ class Run:
     summary: pd.DataFrame
     verdicts: pd.DataFrame
     timeline: Sequence[Mapping[str, Any]]
+    details: Sequence[Mapping[str, Any]]
     request_statuses: Mapping[str, int]
     absent: Sequence[str]
 
@@ -141,6 +142,7 @@ def _load(path: Path) -> Run:
         cells=cells,
         summary=summary,
         verdicts=_table(path / "verdicts.csv", VERDICT_COLUMNS),
+        details=list(_json_lines(path / "details.jsonl")),
         timeline=list(_json_lines(path / "timeline.jsonl")),
         request_statuses=statuses or {},
         absent=absent,

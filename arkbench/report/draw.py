@@ -20,7 +20,18 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from arkbench.report import style
-from arkbench.report.charts import BarPanel, Bars, BarSeries, Chart, Line, LinePanel, Lines, Timeline, TimelinePanel
+from arkbench.report.charts import (
+    BarPanel,
+    Bars,
+    BarSeries,
+    Chart,
+    Line,
+    LinePanel,
+    Lines,
+    Timeline,
+    TimelinePanel,
+    is_no_bar,
+)
 from arkbench.report.figures import show, significant
 
 WIDE, NARROW = 9.4, 4.3
@@ -116,8 +127,13 @@ def _bars(chart: Bars, width: float) -> Canvas:
 def _bar_height(chart: Bars, panel: BarPanel) -> float:
     if not chart.horizontal:
         return 3.1
-    bars = len(panel.groups) * (len(panel.series) * 0.19 + 0.14)
-    return bars + 0.95
+    bars = sum(len(_present(panel, group)) for group in range(len(panel.groups)))
+    return bars * 0.19 + len(panel.groups) * 0.14 + 0.95
+
+
+def _present(panel: BarPanel, group: int) -> list[int]:
+    """Which series have a bar, or miss one, in a group."""
+    return [index for index, series in enumerate(panel.series) if not is_no_bar(series.values[group])]
 
 
 def _bar_look(series: BarSeries) -> dict[str, object]:
@@ -194,37 +210,41 @@ def _vertical_panel(ax: Axes, panel: BarPanel, kind: str, number: int, width: fl
 
 
 def _horizontal_panel(ax: Axes, panel: BarPanel, kind: str, number: int) -> None:
-    count = len(panel.series)
-    thick = 0.78 / count
-    values = [value for series in panel.series for value in series.values if value is not None]
-    top = max(values, default=1.0) or 1.0
-    for index, series in enumerate(panel.series):
-        for group, value in enumerate(series.values):
-            at = group + (index - (count - 1) / 2) * thick
-            name = f"{number}-{index}-{group}"
-            if value is None:
-                ax.text(
-                    top * 0.01, at, series.missing, va="center", fontsize=7, color=MUTED, style="italic",
-                    gid=f"missing-{name}",
-                )  # fmt: skip
-                continue
-            ax.barh(at, value, thick * 0.9, linewidth=0.8, gid=f"point-{name}", **_bar_look(series))
-            ax.annotate(
-                show(value, kind), (value, at), (3, 0), textcoords="offset points", va="center", fontsize=7.5, color=INK
-            )
-    for group, ratio in enumerate(panel.ratios):
+    """A bar is 1 high; a group is as high as the bars it has, and 0.7 stands between groups."""
+    top = max((value for series in panel.series for value in series.values if value), default=1.0)
+    centres, at = [], 0.0
+    for group, ratio in enumerate([*panel.ratios, *[""] * len(panel.groups)][: len(panel.groups)]):
+        present = _present(panel, group)
+        centres.append(at + (len(present) - 1) / 2)
+        for index in present:
+            _horizontal_bar(ax, panel.series[index], group, at, top, kind, f"{number}-{index}-{group}")
+            at += 1
+        at += 0.7
         ax.text(
-            1.0, group, ratio, transform=ax.get_yaxis_transform(), ha="right", va="center", fontsize=8.5,
+            1.0, centres[-1], ratio, transform=ax.get_yaxis_transform(), ha="right", va="center", fontsize=8.5,
             weight="bold", color=INK,
         )  # fmt: skip
     ax.set_xlim(0, top * (1.42 if any(panel.ratios) else 1.18))
-    ax.set_yticks(range(len(panel.groups)), panel.groups)
-    ax.set_ylim(len(panel.groups) - 0.45, -0.55)
+    ax.set_yticks(centres, panel.groups)
+    ax.set_ylim(at - 0.7 - 0.2, -0.8)
     ax.xaxis.set_major_formatter(_axis_number(kind))
     ax.xaxis.set_major_locator(ticker.MaxNLocator(4))
     ax.grid(axis="x")
     ax.spines["bottom"].set_visible(False)
     ax.tick_params(axis="x", length=0)
+
+
+def _horizontal_bar(ax: Axes, series: BarSeries, group: int, at: float, top: float, kind: str, name: str) -> None:
+    value = series.values[group]
+    if value is None:
+        ax.text(
+            top * 0.01, at, series.missing, va="center", fontsize=7, color=MUTED, style="italic", gid=f"missing-{name}"
+        )
+        return
+    ax.barh(at, value, 0.9, linewidth=0.8, gid=f"point-{name}", **_bar_look(series))
+    ax.annotate(
+        show(value, kind), (value, at), (3, 0), textcoords="offset points", va="center", fontsize=7.5, color=INK
+    )
 
 
 def _axis_number(kind: str) -> ticker.FuncFormatter:
@@ -276,6 +296,8 @@ def _line_panel(ax: Axes, chart: Lines, panel: LinePanel, looks: dict[str, dict[
         ax.set_xscale("log", base=2)
     if chart.y_log:
         ax.set_yscale("log")
+    # A point without y still has its place: the axis must reach it.
+    ax.dataLim.update_from_data_x([x for line in panel.lines for x in line.x if x is not None], ignore=False)
     for index, line in enumerate(panel.lines):
         _plot_line(ax, line, looks[line.name], f"{number}-{index}")
     xs = sorted({x for line in panel.lines for x in line.x if x is not None})

@@ -140,7 +140,8 @@ def _table(block: Table) -> str:
     )
     return (
         f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(block.caption)}">'
-        f'<table class="sortable" id="table-{escape(block.key)}"><caption>{escape(block.caption)}</caption>'
+        f'<table class="sortable" id="table-{escape(block.key)}">'
+        f"<caption><span>{escape(block.caption)}</span></caption>"
         f"<thead>{_head(block)}</thead>\n<tbody>\n{body}</tbody></table></div>"
     )
 
@@ -173,7 +174,8 @@ def _cell(column: Column, value: Any, first: bool) -> str:
     end = "th" if first else "td"
     raw = value.value if isinstance(value, Figure) else value
     sort = f' data-value="{raw}"' if isinstance(raw, int | float) else ""
-    return f'<{tag} class="{_align(column)}"{sort}>{_content(column, value)}</{end}>'
+    absent = " empty" if raw is None or raw == "" else ""
+    return f'<{tag} class="{_align(column)}{absent}"{sort}>{_content(column, value)}</{end}>'
 
 
 def _content(column: Column, value: Any) -> str:

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from arkbench.report.blocks import Block, Column, Details, Paragraph, Section, Table
-from arkbench.report.charts import BarPanel, Bars, BarSeries
+from arkbench.report.charts import NO_BAR, BarPanel, Bars, BarSeries
 from arkbench.report.data import Run, setting
 from arkbench.report.figures import Figure, number, show
 from arkbench.report.notes import published_counterpart
 from arkbench.report.published import PUBLISHED_GPU
 from arkbench.report.style import roles
 
-ROWS_SHOWN = 14
+ROWS_SHOWN, BARS_SHOWN = 14, 40
 
 
 def section(runs: Sequence[Run]) -> Section:
@@ -23,8 +23,14 @@ def section(runs: Sequence[Run]) -> Section:
         text = "No cell has a limit: the target does not say how many bytes a step reads."
         return Section("limit", "How far from the limit", [Paragraph(text)])
     table = _table(rows, len(runs) > 1)
-    blocks: list[Block] = [Paragraph(_sentence(rows)), _chart(rows, runs)]
-    blocks.append(table if len(rows) <= ROWS_SHOWN else Details(f"Every cell with a limit ({len(rows)})", [table]))
+    chart = _chart(rows, runs)
+    blocks: list[Block] = [Paragraph(_sentence(rows))]
+    if len(rows) > BARS_SHOWN:
+        blocks.append(Details(f"Every cell with a limit ({len(rows)}), chart and table", [chart, table]))
+    elif len(rows) > ROWS_SHOWN:
+        blocks += [chart, Details(f"Every cell with a limit ({len(rows)})", [table])]
+    else:
+        blocks += [chart, table]
     return Section("limit", "How far from the limit", blocks)
 
 
@@ -64,7 +70,7 @@ def _chart(rows: Sequence[tuple[Run, Mapping[str, Any]]], runs: Sequence[Run]) -
         found = {(_group(row, several, contexts), row["variant"]): number(row["limit_fraction"]) for row in here}
         groups = list(dict.fromkeys(group for group, _ in found))
         series = [
-            BarSeries(variant, [found.get((group, variant)) for group in groups], role)
+            BarSeries(variant, [found.get((group, variant), NO_BAR) for group in groups], role)
             for variant, role in look.items()
             if any(row["variant"] == variant for row in here)
         ]
@@ -77,11 +83,11 @@ def _chart(rows: Sequence[tuple[Run, Mapping[str, Any]]], runs: Sequence[Run]) -
 
 
 def _largest(panel: BarPanel) -> float | None:
-    return max((value for series in panel.series for value in series.values if value is not None), default=None)
+    return max((value for series in panel.series for value in series.values if value and value > 0), default=None)
 
 
 def _largest(panel: BarPanel) -> float | None:
-    return max((value for series in panel.series for value in series.values if value is not None), default=None)
+    return max((value for series in panel.series for value in series.values if value and value > 0), default=None)
 
 
 def _group(row: Mapping[str, Any], several: bool, contexts: bool) -> str:

@@ -217,7 +217,7 @@ def _comparison_charts(
             gap = "not published" if column == 0 else "not measured"
             title = titles[column].replace("published (", "Published (").replace("measured (", "Measured (")
             if outer is not None:
-                title = f"{outer:,} tokens · {title.split(' (')[0]}"
+                title = f"{outer:,} tokens · {title if len(subjects) > 1 else title.split(' (')[0]}"
             panels.append(
                 BarPanel(
                     title,

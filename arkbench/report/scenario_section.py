@@ -8,9 +8,21 @@ from typing import Any
 import pandas as pd
 
 from arkbench.report.blocks import Block, Column, Details, Paragraph, Section, Table
-from arkbench.report.charts import BarPanel, Bars, BarSeries, Line, LinePanel, Lines, Span, Timeline, TimelinePanel
+from arkbench.report.charts import (
+    NO_BAR,
+    BarPanel,
+    Bars,
+    BarSeries,
+    Line,
+    LinePanel,
+    Lines,
+    Span,
+    Timeline,
+    TimelinePanel,
+)
 from arkbench.report.data import Run, scenario_entries, setting
 from arkbench.report.figures import number, show, text
+from arkbench.report.kernel_section import kernel_blocks
 from arkbench.report.notes import note_blocks
 from arkbench.report.style import Role, roles
 
@@ -47,7 +59,7 @@ def _section(name: str, runs: Sequence[Run]) -> Section:
     blocks: list[Block] = []
     if text(entry.get("description")):
         blocks.append(Paragraph(" ".join(text(entry["description"]).split())))
-    noted = note_blocks(name, here)
+    noted = note_blocks(name, here) + kernel_blocks(name, here)
     blocks += noted
     cells = _long(name, here)
     if not noted:
@@ -125,7 +137,8 @@ def _variant_bars(cells: pd.DataFrame, value: str, title: str) -> BarPanel:
     groups, look = list(dict.fromkeys(labels)), roles(cells["variant"])
     found = {(row["group"], row["variant"]): number(row[value]) for row in cells.to_dict("records")}
     series = [
-        BarSeries(variant, [found.get((group, variant)) for group in groups], role) for variant, role in look.items()
+        BarSeries(variant, [found.get((group, variant), NO_BAR) for group in groups], role)
+        for variant, role in look.items()
     ]
     return BarPanel(title, groups, series)
 
@@ -194,8 +207,9 @@ def _ttft_chart(name: str, cells: pd.DataFrame) -> list[Block]:
         row.ttft_max_s if row.workload == "burst" else row.ttft_p50_s for row in rows.itertuples(index=False)
     ]
     bursts = rows[rows["workload"] == "burst"]
-    panels = [_ttft_panel(group, subject, "variant") for (subject,), group in _groups_by(rows, ("subject",))]
-    if bursts["at_once"].nunique() > 1:
+    if bursts["at_once"].nunique() <= 1:
+        panels = [_ttft_panel(group, subject, "variant") for (subject,), group in _groups_by(rows, ("subject",))]
+    else:
         several = rows["subject"].nunique() > 1
         panels = [
             _ttft_panel(group, f"{subject} · {variant}" if several else variant, "at_once")
@@ -231,14 +245,20 @@ def _ttft_panel(rows: pd.DataFrame, title: str, by: str) -> LinePanel:
 
 def _energy_chart(name: str, cells: pd.DataFrame) -> list[Block]:
     workloads = cells[cells["wh_per_1k_tokens"].notna()]["workload"].unique()
-    rows = cells[cells["workload"].isin(workloads)]
-    if rows.empty:
+    made = cells[cells["workload"].isin(set(workloads) & {"decode", "sustained"})]
+    read = cells[cells["workload"].isin(set(workloads) - {"decode", "sustained"})]
+    panels = [
+        _variant_bars(rows, "wh_per_1k_tokens", f"Per 1,000 {word}")
+        for rows, word in ((made, "tokens generated"), (read, "prompt tokens read"))
+        if len(rows)
+    ]
+    if not panels:
         return []
     return [
         Bars(
             f"{name}-energy", "Energy per 1,000 tokens",
             "Bars: energy of each cell, variant by variant; figures in the table of cells.",
-            [_variant_bars(rows, "wh_per_1k_tokens", "")], "Wh per 1,000 tokens, gross", horizontal=True,
+            panels, "Wh per 1,000 tokens, gross", horizontal=True,
         )
     ]  # fmt: skip
 

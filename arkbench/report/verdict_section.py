@@ -7,7 +7,7 @@ from typing import Any
 
 from arkbench.report.blocks import Block, Column, Counts, Details, Paragraph, Section, Table
 from arkbench.report.data import Run
-from arkbench.report.figures import MISSING, number, significant, text
+from arkbench.report.figures import MISSING, number, show, text
 
 VERDICTS = ("exceeded", "reproduced", "not reproduced", "not comparable", "not run")
 
@@ -54,10 +54,10 @@ def lead(runs: Sequence[Run]) -> str:
     return ", ".join(parts) + "."
 
 
-def claim_value(value: Any, unit: str) -> str:
-    """A claim's figure with its unit, to three digits; a range as it is; words without the unit."""
+def claim_value(value: Any, unit: str, kind: str = "number") -> str:
+    """A claim's figure with its unit; a range as it is; words without the unit."""
     as_number = number(value)
-    written = significant(as_number) if as_number is not None else text(value)
+    written = show(as_number, kind) if as_number is not None else text(value)
     if not written:
         return MISSING
     if as_number is None and not written[0].isdigit():
@@ -93,7 +93,22 @@ def section(runs: Sequence[Run]) -> Section:
             ],
         )
         blocks.append(Details(f"{len(waiting)} claims were not run", [table]) if tested else table)
+    blocks += [Paragraph(line) for line in _answers(runs)]
     return Section("verdicts", "Verdicts", blocks)
+
+
+def _answers(runs: Sequence[Run]) -> list[str]:
+    """Speed counts only where the answers are the same: how many comparisons of the variants' tokens agreed."""
+    lines = []
+    for run in runs:
+        answers = run.meta.get("answers") or {}
+        if answers.get("compared"):
+            place = f"{run.label}: the" if len(runs) > 1 else "The"
+            lines.append(
+                f"{place} variants' answers were compared {answers['compared']} times; "
+                f"the tokens were identical in {answers.get('identical', 0)}."
+            )
+    return lines
 
 
 def _tested_table(tested: Sequence[tuple[Run | None, Mapping[str, Any]]], several: bool) -> Table:
@@ -105,7 +120,7 @@ def _tested_table(tested: Sequence[tuple[Run | None, Mapping[str, Any]]], severa
     for run, row in tested:
         cells: list[Any] = [
             sentence(row["statement"]),
-            claim_value(row["published"], row["unit"]),
+            claim_value(row["published"], row["unit"], "printed"),
             claim_value(row["measured"], row["unit"]),
             number(row["spread"]),
             row["verdict"],

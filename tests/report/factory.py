@@ -23,8 +23,8 @@ def cell(scenario: str, variant: str, workload: str, model: str, name: str, **va
     """One cell; what is not given is empty."""
     row = dict.fromkeys(CELL_COLUMNS, "")
     row |= {"scenario": scenario, "variant": variant, "workload": workload, "model": model, "cell": name}
-    row |= {"status": "ok", "requests_ok": 8, "requests_failed": 0, "requests_refused": 0, "requests_timeout": 0}
-    return row | {"valid": True, "duration_s": 10.0} | values
+    row |= {"status": "complete", "requests_ok": 8, "requests_failed": 0, "requests_refused": 0, "requests_timeout": 0}
+    return row | {"valid": "true", "duration_s": 10.0} | values
 
 
 def write_run(
@@ -74,7 +74,8 @@ def run_json(names: Sequence[str], cells: Sequence[Mapping[str, Any]], meta: Map
         "arkbench_version": "0.1.0",
         "commit": "58b6e2d9c0aa",
         "command": f"arkbench run {' '.join(names)}",
-        "scenario": scenarios[0] if len(scenarios) == 1 else scenarios,
+        "scenario": scenarios[0] if scenarios else None,
+        "scenarios": scenarios,
         "switches": {v: {"kernels": "standard" if v == "standard" else "fused", "loop": "inverted"} for v in variants},
         "model": {"name": cells[0]["model"], "layers": 64, "hidden_size": 5120} if cells else {},
         "gpus": ["NVIDIA H200"],
@@ -167,7 +168,7 @@ def with_gaps(folder: Path) -> Path:
     name, model = "fused-kernels", "Qwen3-32B"
     cells = [
         decode(name, "standard", model, 1, 108.0, 0.42),
-        decode(name, "standard", model, 8, 500.0, 0.25, valid=False, reason="GPU throttled: power cap"),
+        decode(name, "standard", model, 8, 500.0, 0.25, valid="false", reason="GPU throttled: power cap"),
         decode(name, "standard", model, 16, "", 0.2, status="failed", reason="out of memory")
         | {"requests_ok": 0, "requests_failed": 16},
         decode(name, "fused", model, 1, 140.0, 0.55),
@@ -285,10 +286,19 @@ def models(folder: Path, **meta: Any) -> Path:
 
 
 def kernels(folder: Path, **meta: Any) -> Path:
-    cells = [
-        cell("kernels", variant, "kernels", "Qwen3-32B", f"w4-5120x{k}-m{m}", limit_fraction=share / (1 + m / 64))
-        for variant, share in (("standard", 0.45), ("fused", 0.8))
-        for k in (5120, 25600)
-        for m in (1, 16, 64)
-    ]
-    return write_run(folder, cells, **meta)
+    """Cells of the kernel bench: their figures stand in details.jsonl, one list of rows a repetition."""
+    name = "kernels"
+    cells = [cell(name, "best", "kernels", "Qwen3-32B", "kernels-products", requests_ok="")]
+    write_run(folder, cells, **meta)
+    lines = []
+    for repetition, by in enumerate(JITTER):
+        rows = [
+            {"kernel": kernel, "shape": shape, "rows": m, "us": 52.0 * by * m**0.4, "limit_fraction": share * by}
+            for kernel, share in (("standard", 0.42), ("fused", 0.81))
+            for shape in ("5120x25600", "25600x5120")
+            for m in (1, 16, 64)
+        ]
+        rows.append({"kernel": "tinygemm", "shape": "5120x25600", "rows": 1, "us": None, "limit_fraction": None})
+        lines.append({"scenario": name, "cell": "kernels-products", "repetition": repetition, "kernels": rows})
+    (folder / "details.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return folder
