@@ -296,10 +296,8 @@ def _line_panel(ax: Axes, chart: Lines, panel: LinePanel, looks: dict[str, dict[
         ax.set_xscale("log", base=2)
     if chart.y_log:
         ax.set_yscale("log")
-    # A point without y still has its place: the axis must reach it.
-    ax.dataLim.update_from_data_x([x for line in panel.lines for x in line.x if x is not None], ignore=False)
     for index, line in enumerate(panel.lines):
-        _plot_line(ax, line, looks[line.name], f"{number}-{index}")
+        _plot_line(ax, line, looks[line.name], index, f"{number}-{index}")
     xs = sorted({x for line in panel.lines for x in line.x if x is not None})
     if chart.x_log and len(xs) <= 10:
         ax.set_xticks(xs, [f"{x:,.0f}" for x in xs])
@@ -312,7 +310,8 @@ def _line_panel(ax: Axes, chart: Lines, panel: LinePanel, looks: dict[str, dict[
     else:
         ax.set_ylim(bottom=0)
     ax.yaxis.set_major_formatter(_axis_number("number"))
-    ax.margins(x=0.09)
+    if xs:
+        ax.set_xlim(*_padded(xs[0], xs[-1], chart.x_log))
     if not chart.y_log:
         ax.set_ylim(top=ax.get_ylim()[1] * 1.1)
     ax.grid(axis="both")
@@ -320,7 +319,17 @@ def _line_panel(ax: Axes, chart: Lines, panel: LinePanel, looks: dict[str, dict[
     ax.set(xlabel=chart.x_label, ylabel=chart.y_label)
 
 
-def _plot_line(ax: Axes, line: Line, look: dict[str, object], name: str) -> None:
+def _padded(low: float, high: float, log: bool) -> tuple[float, float]:
+    """Limits with a margin; they reach points that have an x but no y too."""
+    if log:
+        factor = max((high / low) ** 0.09, 1.2)
+        return low / factor, high * factor
+    margin = (high - low) * 0.09 or abs(high) * 0.2 or 1.0
+    return low - margin, high + margin
+
+
+def _plot_line(ax: Axes, line: Line, look: dict[str, object], place: int, name: str) -> None:
+    """`place`: the line's among those of its panel; it keeps the words for their gaps apart."""
     known = [(x, y) for x, y in zip(line.x, line.y, strict=True) if x is not None and y is not None]
     ax.plot([x for x, _ in known], [y for _, y in known], **{**look, "marker": ""}, gid=f"line-{name}")
     marker_look = {**look, "linestyle": "none"}
@@ -331,15 +340,16 @@ def _plot_line(ax: Axes, line: Line, look: dict[str, object], name: str) -> None
             if label:
                 ax.annotate(label, (x, y), (5, 5), textcoords="offset points", fontsize=7.5, color=INK)
         elif x is not None:
-            ax.text(
-                x, 0.02, "not measured" if not line.published else "not published", rotation=90, va="bottom",
-                ha="center", transform=ax.get_xaxis_transform(), fontsize=7, style="italic", color=MUTED,
+            gap = f"{line.name}: not {'published' if line.published else 'measured'}"
+            ax.annotate(
+                gap, (x, 0.02), (9 * place - 4, 0), xycoords=ax.get_xaxis_transform(), textcoords="offset points",
+                rotation=90, va="bottom", fontsize=7, style="italic", color=look["color"],
                 gid=f"missing-{name}-{index}",
             )  # fmt: skip
         else:
             gap = f"not measured: {line.name} {line.labels[index] if line.labels else ''}".strip()
             ax.text(
-                0.02, 0.02 + 0.05 * index, gap, transform=ax.transAxes, fontsize=7, style="italic", color=MUTED,
+                0.02, 0.03 + 0.05 * (place + index), gap, transform=ax.transAxes, fontsize=7, style="italic", color=MUTED,
                 gid=f"missing-{name}-{index}",
             )  # fmt: skip
 

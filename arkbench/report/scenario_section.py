@@ -37,7 +37,8 @@ CELL_FIGURES = (
     ("itl_p99_s", "ITL p99", "s"),
     ("cached_tokens", "cached tokens", ""),
     ("energy_j", "energy", "J"),
-    ("wh_per_1k_tokens", "energy", "Wh/1,000 tokens"),
+    ("wh_per_1k_tokens", "gross", "Wh/1,000 tokens"),
+    ("net_wh_per_1k_tokens", "net of idle", "Wh/1,000 tokens"),
     ("limit_tok_s", "limit", "tok/s"),
 )
 
@@ -92,7 +93,12 @@ def _long(name: str, runs: Sequence[Run]) -> pd.DataFrame:
 
 def _cell_table(name: str, runs: Sequence[Run]) -> Table:
     """One line a cell with every figure that any cell of the scenario has."""
-    rows = [(run, row) for run in runs for row in run.summary.to_dict("records") if row["scenario"] == name]
+    rows = [
+        (run, row | {"net_wh_per_1k_tokens": net_energy(row)})
+        for run in runs
+        for row in run.summary.to_dict("records")
+        if row["scenario"] == name
+    ]
     used = [(c, n, u) for c, n, u in CELL_FIGURES if any(number(row[c]) is not None for _, row in rows)]
     limited = any(number(row["limit_fraction"]) is not None for _, row in rows)
     several_models = len({row["model"] for _, row in rows}) > 1
@@ -119,6 +125,15 @@ def _line_roles(rows: pd.DataFrame, contexts: bool) -> dict[tuple[str, Any], Rol
         return {pair: index for index, pair in enumerate(pairs)}
     look = roles(rows["variant"])
     return {pair: look[pair[0]] for pair in pairs}
+
+
+def net_energy(row: Mapping[str, Any]) -> float | None:
+    """Wh per 1,000 tokens without what the idle machine draws: gross - idle watts / (3.6 x tokens per second)."""
+    column = "decode_tok_s" if row["workload"] in ("decode", "sustained") else "prefill_tok_s"
+    gross, idle, rate = (number(row[name]) for name in ("wh_per_1k_tokens", "idle_w", column))
+    if gross is None or idle is None or not rate:
+        return None
+    return gross - idle / (3.6 * rate)
 
 
 def _groups_by(cells: pd.DataFrame, columns: Iterable[str]) -> Iterable[tuple[tuple[Any, ...], pd.DataFrame]]:

@@ -88,11 +88,11 @@ def section(runs: Sequence[Run]) -> Section:
             "Claims that were not run",
             [Column("claim"), Column("note"), Column("published"), Column("reason")],
             [
-                [sentence(r["statement"]), r["note"], claim_value(r["published"], r["unit"]), r["reason"]]
+                [sentence(r["statement"]), r["note"], claim_value(r["published"], r["unit"], "printed"), r["reason"]]
                 for r in waiting
             ],
         )
-        blocks.append(Details(f"{len(waiting)} claims were not run", [table]) if tested else table)
+        blocks.append(Details(f"{len(waiting)} claims were not run", [table]))
     blocks += [Paragraph(line) for line in _answers(runs)]
     return Section("verdicts", "Verdicts", blocks)
 

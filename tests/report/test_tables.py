@@ -10,6 +10,7 @@ import pytest
 from arkbench.report import build, compare, data, published
 from arkbench.report.blocks import Column, Report, Table
 from arkbench.report.figures import Figure
+from arkbench.report.scenario_section import net_energy
 from tests.report import factory
 
 
@@ -215,6 +216,14 @@ def test_compare_gives_each_cell_with_its_ratio(tmp_path: Path) -> None:
     assert row[7] == pytest.approx(1.1)
     lonely = next(row for row in {t.key: t for t in compare(a, c)}["decode_tok"].rows if row[4] == "decode-s128-c1000")
     assert lonely[5] == Figure(None) and lonely[6].value == 9000 and lonely[7] is None
+
+
+def test_energy_stands_gross_and_net() -> None:
+    # 500 W over 100 tokens a second are 5 J a token, 1.3889 Wh per 1,000; 72 W of them at rest are 0.2 Wh.
+    row = {"workload": "decode", "wh_per_1k_tokens": 500 / 360, "idle_w": 72.0, "decode_tok_s": 100.0}
+    assert net_energy(row) == pytest.approx(1.388889 - 0.2)
+    assert net_energy(row | {"idle_w": None}) is None
+    assert net_energy(row | {"workload": "prefill", "prefill_tok_s": 1000.0}) == pytest.approx(1.388889 - 0.02)
 
 
 def test_csv_gives_asides_columns_of_their_own() -> None:
