@@ -175,14 +175,16 @@ def apportion(total: int, weights: list[int]) -> list[int]:
     pieces = len(weights)
     if total <= pieces:
         return [1] * total + [0] * (pieces - total)
-    spare = total - pieces
-    whole = sum(weights) or pieces
-    shares = [spare * (w if sum(weights) else 1) / whole for w in weights]
+    whole = sum(weights)
+    shares = [total * w / whole if whole else total / pieces for w in weights]
     counts = [int(share) for share in shares]
     by_remainder = sorted(range(pieces), key=lambda i: (counts[i] - shares[i], i))
-    for i in by_remainder[: spare - sum(counts)]:
+    for i in by_remainder[: total - sum(counts)]:
         counts[i] += 1
-    return [count + 1 for count in counts]
+    for i in (i for i in range(pieces) if counts[i] == 0):
+        counts[max(range(pieces), key=counts.__getitem__)] -= 1
+        counts[i] = 1
+    return counts
 
 
 def _delta_text(delta: dict) -> str:

@@ -87,7 +87,7 @@ class ServedTarget:
         """The URL of a fresh server, taken from the line that it prints when it is ready."""
         root = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-        self._errors = tempfile.TemporaryFile("w+")
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
         # A session of its own: Ctrl-C is for the run, which stops the server itself.
         self._process = subprocess.Popen(
             [sys.executable, "-m", "engine.server", json.dumps(config)],
