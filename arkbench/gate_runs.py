@@ -9,7 +9,7 @@ import io
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,10 @@ TokenKey = tuple[int, int]
 
 @dataclass(frozen=True)
 class RunData:
-    """A run folder. `tokens`: (prompt, output) tokens by cell, then by (repetition, request); None: not recorded."""
+    """A run folder. `tokens`: (prompt, output) tokens by cell, then by (repetition, request); None: not recorded.
+
+    `gpus` are the names of the GPUs that were used, or of the processor where none was.
+    """
 
     path: Path
     gpus: tuple[str, ...]
@@ -69,15 +72,18 @@ def load_run(path: Path) -> RunData:
     if status != "complete":
         raise UserError(f"{path}: the run is {status or 'of unknown status'}, not complete (finish it with --resume)")
     cells = _read_cells(path / "cells.csv")
-    return RunData(
-        path=path,
-        gpus=_gpus(meta),
-        scenarios=_scenarios(path, meta),
-        seed=meta.get("seed"),
-        cells=cells,
-        tokens=_read_tokens(path, {(k.scenario, k.variant, k.cell): k for k in cells}),
-        peak_memory=_peak_memory(meta, cells),
-    )
+    try:
+        return RunData(
+            path=path,
+            gpus=_hardware(meta),
+            scenarios=_scenarios(path, meta),
+            seed=meta.get("seed"),
+            cells=cells,
+            tokens=_read_tokens(path, {(k.scenario, k.variant, k.cell): k for k in cells}),
+            peak_memory=_peak_memory(path),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"{path}: a file of it cannot be understood ({error!r})") from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -92,8 +98,13 @@ def _read_json(path: Path) -> dict[str, Any]:
     return meta
 
 
-def _gpus(meta: Mapping[str, Any]) -> tuple[str, ...]:
-    return tuple(sorted(str(g["name"]) if isinstance(g, dict) else str(g) for g in meta.get("gpus") or ()))
+def _hardware(meta: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of the GPUs that the run used; of the processor where it used none."""
+    names = sorted(str(g["name"]) if isinstance(g, dict) else str(g) for g in meta.get("gpus") or ())
+    if not names or str(meta.get("device") or "").startswith("cpu"):
+        return (f"CPU {meta.get('cpu') or 'of unknown name'}",)
+    used = meta.get("devices_used")
+    return tuple(names[:used] if isinstance(used, int) and len(set(names)) == 1 else names)
 
 
 def _scenarios(path: Path, meta: Mapping[str, Any]) -> dict[str, str]:
@@ -114,13 +125,6 @@ def _scenarios(path: Path, meta: Mapping[str, Any]) -> dict[str, str]:
 
 def _digest(text: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest() if isinstance(text, str) else ""
-
-
-def _peak_memory(meta: Mapping[str, Any], cells: Mapping[CellKey, Any]) -> dict[CellKey, int]:
-    """`peak_memory_bytes` of run.json: "scenario/variant/model/cell" -> bytes of the fullest GPU."""
-    recorded = meta.get("peak_memory_bytes") or {}
-    named = {key: recorded.get("/".join(key)) for key in cells}
-    return {key: int(value) for key, value in named.items() if value}
 
 
 def _read_cells(path: Path) -> dict[CellKey, dict[int, Repetition]]:
@@ -178,23 +182,42 @@ def _problem(row: dict[str, str], unusable: list[str]) -> str:
 def _read_tokens(
     path: Path, keys: Mapping[tuple[str, str, str], CellKey]
 ) -> dict[CellKey, dict[TokenKey, tuple[int, int]]] | None:
-    """Token counts of the answered requests, from requests.jsonl or requests.jsonl.gz."""
-    plain, zipped = path / "requests.jsonl", path / "requests.jsonl.gz"
-    file = plain if plain.exists() else zipped
-    if not file.exists():
+    """Token counts of the answered requests."""
+    lines = _json_lines(path / "requests.jsonl")
+    if lines is None:
         return None
     tokens: dict[CellKey, dict[TokenKey, tuple[int, int]]] = {key: {} for key in keys.values()}
-    try:
-        with gzip.open(file, "rt", encoding="utf-8") if file == zipped else file.open(encoding="utf-8") as lines:
-            for line in lines:
-                record = json.loads(line)
-                key = keys.get((record["scenario"], record["variant"], record["cell"]))
-                if key is not None and record["status"] == "ok":
-                    counts = (record["prompt_tokens"], record["output_tokens"])
-                    tokens[key][int(record["repetition"]), int(record["request"])] = counts
-    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{file}: cannot be understood ({error!r})") from None
+    for record in lines:
+        key = keys.get((record["scenario"], record["variant"], record["cell"]))
+        if key is not None and record["status"] == "ok":
+            counts = (record["prompt_tokens"], record["output_tokens"])
+            tokens[key][int(record["repetition"]), int(record["request"])] = counts
     return tokens
+
+
+def _peak_memory(path: Path) -> dict[CellKey, int]:
+    """Bytes of the fullest GPU of each cell, the largest over its repetitions, where details.jsonl tells them."""
+    peaks: dict[CellKey, int] = {}
+    for detail in _json_lines(path / "details.jsonl") or ():
+        if detail.get("peak_memory_bytes"):
+            key = CellKey(*(detail[f] for f in CellKey._fields))
+            peaks[key] = max(peaks.get(key, 0), int(detail["peak_memory_bytes"]))
+    return peaks
+
+
+def _json_lines(path: Path) -> Iterator[dict[str, Any]] | None:
+    """The objects of a .jsonl file or its gzipped form; None where neither exists."""
+    file = path if path.exists() else path.with_name(path.name + ".gz")
+    return _parse_lines(file) if file.exists() else None
+
+
+def _parse_lines(file: Path) -> Iterator[dict[str, Any]]:
+    try:
+        with gzip.open(file, "rt", encoding="utf-8") if file.suffix == ".gz" else file.open(encoding="utf-8") as lines:
+            for line in lines:
+                yield json.loads(line)
+    except (OSError, EOFError, ValueError) as error:
+        raise UserError(f"{file}: cannot be understood ({error!r})") from None
 
 
 def not_comparable(base: RunData, head: RunData) -> str:
@@ -210,5 +233,5 @@ def not_comparable(base: RunData, head: RunData) -> str:
     return ""
 
 
-def _count(gpus: tuple[str, ...]) -> str:
-    return ", ".join(f"{n} x {name}" for name, n in Counter(gpus).items()) or "none (CPU)"
+def _count(names: tuple[str, ...]) -> str:
+    return ", ".join(f"{n} x {name}" for name, n in Counter(names).items())

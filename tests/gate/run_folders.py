@@ -61,6 +61,7 @@ def write_run(
     newline: str = "\n",
     zipped: bool = False,
     output_tokens: int = 128,
+    peak_memory: int | None = None,
     **meta: Any,
 ) -> Path:
     """A complete run folder; `meta` replaces or adds keys of run.json."""
@@ -78,6 +79,10 @@ def write_run(
     writer.writerows(rows)
     (path / "cells.csv").write_bytes(text.getvalue().encode())
     requests = request_lines(rows, output_tokens).encode()
+    if peak_memory is not None:
+        keys = ("scenario", "variant", "model", "cell", "repetition")
+        details = [{k: row[k] for k in keys} | {"peak_memory_bytes": peak_memory} for row in rows]
+        (path / "details.jsonl").write_text("".join(json.dumps(d) + "\n" for d in details))
     if zipped:
         (path / "requests.jsonl.gz").write_bytes(gzip.compress(requests))
     else:

@@ -208,6 +208,10 @@ def test_nine_of_ten_real_slowdowns_are_caught(shared):
     assert rates(400, 8, 0.05, shared=shared)["regression"] >= 0.9
 
 
+def test_a_lone_slowdown_is_caught_though_no_two_runs_share_their_session():
+    assert rates(1000, 1, 0.05, shared=0.0)["regression"] >= 0.9
+
+
 def test_noise_that_hides_a_slowdown_does_not_pass():
     # Each of the two looks lets a slowdown of two floors pass with a probability of at most 5%.
     assert rates(1000, 1, 0.05, run=0.05)["pass"] <= 0.1
