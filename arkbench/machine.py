@@ -135,6 +135,24 @@ def _read(read: Callable[[], Any]) -> Any:
         return None
 
 
+def reset_peak_memory(device: str) -> None:
+    """Begins a new measurement of the most GPU memory that this process holds."""
+    if device.startswith("cuda"):
+        import torch
+
+        for index in range(torch.cuda.device_count()):
+            torch.cuda.reset_peak_memory_stats(index)
+
+
+def peak_memory(device: str) -> int | None:
+    """Most bytes of GPU memory that this process has held, all GPUs together; None on a CPU."""
+    if not device.startswith("cuda"):
+        return None
+    import torch
+
+    return sum(torch.cuda.max_memory_allocated(index) for index in range(torch.cuda.device_count()))
+
+
 # ------------------------------------------------------------------------------------------------ measured rates
 
 

@@ -272,6 +272,7 @@ class Runner:
             self._folder.add_request(record)
 
         started = time.monotonic()
+        machine.reset_peak_memory(self._tools.device)
         try:
             with _no_collection():
                 reports = list(self._run_rounds(plan, session, cell, repetition, on_answer, outputs))
@@ -288,7 +289,9 @@ class Runner:
         cost = _cost_of(session.info)
         row = figures.cell_row(cell, repetition, records, self._rates, cost, energy, digest, duration_s)
         _judge_client(row, reports)
-        return row, _detail(records, reports) | energy_detail
+        detail = _detail(records, reports) | energy_detail
+        peak = machine.peak_memory(self._tools.device) if session.info.in_process else None
+        return row, detail if peak is None else detail | {"peak_memory_bytes": peak}
 
     def _run_rounds(
         self,

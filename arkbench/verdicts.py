@@ -309,7 +309,7 @@ def _start(claim: Claim, test: Test, note: Note, cells: Cells, context: Context)
         raise Missing("not run", f"no start of variant '{variant}' was measured")
     bound = test.bound or 0.0
     return Measured(
-        shown=f"{max(seconds):.1f} s",
+        shown=f"{max(seconds):.1f}",
         verdict="reproduced" if max(seconds) <= bound else "not reproduced",
         notes=[f"'in seconds' is taken as at most {bound:.0f} s", *formulas.other_model(cells.models, note.model)],
     )
