@@ -166,7 +166,7 @@ def replay(
     reached: dict[str, list[float]] = {column: [] for _, column in measured}
     for _ in range(RESAMPLES):
         drawn = {k: [rng.choice((-1, 1)) * rng.choice(v) for _ in range(ALL_PAIRS)] for k, v in measured.items()}
-        states = {j.state for j in judge_pairs(drawn, limits).values()}
+        states = {j.state for j in judge_pairs(drawn, limits, final=True).values()}
         alarms += "regression" in states
         undecided += "inconclusive" in states
         for column, medians in reached.items():

@@ -104,6 +104,13 @@ def test_one_throttled_run_is_made_up_for_by_more_pairs(tmp_path):
     assert row.pairs == ALL_PAIRS - 1 and row.state == "pass" and result.exit_code == 0
 
 
+def test_slowdown_is_caught_beside_a_throttled_run(tmp_path):
+    runner = FakeRunner(tmp_path, 0.05, valid=lambda side, seed, call: "false" if call == 4 else "true")
+    result = run_check(runner)
+    assert result.exit_code == 1
+    assert {r.pairs for r in result.rows if r.state == "regression"} == {ALL_PAIRS - 1}
+
+
 def test_throttled_throughout_is_invalid(tmp_path):
     runner = FakeRunner(tmp_path, valid=lambda *_: "false", reason=lambda *_: "GPU 0 throttled")
     result = run_check(runner)
