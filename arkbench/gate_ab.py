@@ -189,6 +189,7 @@ def base_tree(head: Path, revision: str, folder: Path, say: Say) -> Iterator[Tre
     """A worktree of `revision` under `folder`, removed at the end; it gets an environment only for other packages."""
     commit = git("rev-parse", "--verify", "--end-of-options", f"{revision}^{{commit}}", cwd=head)
     path = folder / "base"
+    git("worktree", "prune", cwd=head)  # what a check that was killed has left behind
     git("worktree", "add", "--detach", "--force", str(path), commit, cwd=head)
     try:
         python = sys.executable
