@@ -44,25 +44,31 @@ class CellKey(NamedTuple):
 class Metric:
     """A column of cells.csv that is judged. Floors are the smallest worsening (log ratio) that counts.
 
-    `paired_floor` is for alternating runs on one GPU, `stored_floor` for two runs at different times.
+    `paired_floor` is for alternating runs on one GPU, `stored_floor` for two runs at different times. `grain`: the
+    smallest change in the column's own unit that means anything, whatever share of a small figure it is.
     """
 
     column: str
     higher_is_better: bool
     paired_floor: float
     stored_floor: float
+    grain: float = 0.0
 
     def worsening(self, base: float, head: float) -> float:
         """ln(head / base), signed so that positive is worse; both must be positive."""
         change = math.log(head / base)
         return -change if self.higher_is_better else change
 
+    def floor_at(self, base: float, floor: float) -> float:
+        """The floor for a figure of about `base`: no finer than the grain."""
+        return max(floor, math.log1p(self.grain / base))
+
 
 METRICS = (
     Metric("decode_tok_s", True, 0.025, 0.08),
     Metric("prefill_tok_s", True, 0.025, 0.08),
     Metric("tpot_p50_s", False, 0.025, 0.08),
-    Metric("ttft_p50_s", False, 0.03, 0.10),
+    Metric("ttft_p50_s", False, 0.03, 0.10, grain=0.001),
     Metric("wh_per_1k_tokens", False, 0.05, 0.10),
 )
 
@@ -130,10 +136,10 @@ def needs_more(differences: Sequence[float], floor: float) -> bool:
     return suspect or seen.median > LOOK_AGAIN or seen.upper(SUSPECT_CONFIDENCE) > VISIBLE * floor
 
 
-def judge_pairs(differences: Mapping[K, Sequence[float]], floors: Mapping[K, float]) -> dict[K, Judgement]:
-    """States of all cells from their paired worsenings.
+def judge_pairs(differences: Mapping[K, Sequence[float]], floors: Mapping[K, float], final: bool) -> dict[K, Judgement]:
+    """States of all cells from their paired worsenings; `final`: all ten pairs were run (some may be unusable).
 
-    A regression needs all ten pairs, Holm's rejection at 1% over all that were judged, and a median above the floor.
+    A regression needs the final look, Holm's rejection at 1% over all that were judged, and a median above the floor.
     """
     judged = {k: summarise(d) for k, d in differences.items() if len(d) >= PAIRS}
     rejected = dict(zip(judged, holm([s.p_positive for s in judged.values()], FAMILY_ERROR), strict=True))
@@ -144,7 +150,6 @@ def judge_pairs(differences: Mapping[K, Sequence[float]], floors: Mapping[K, flo
             result[key] = Judgement("invalid", pairs=len(values), reason=why)
             continue
         seen, floor = judged[key], floors[key]
-        final = seen.count >= ALL_PAIRS
         state, reason = _state(values, floor, final and rejected[key], final)
         result[key] = Judgement(state, seen.median, seen.p_positive, seen.count, reason)
     return result

@@ -166,7 +166,7 @@ def replay(
     reached: dict[str, list[float]] = {column: [] for _, column in measured}
     for _ in range(RESAMPLES):
         drawn = {k: [rng.choice((-1, 1)) * rng.choice(v) for _ in range(ALL_PAIRS)] for k, v in measured.items()}
-        states = {j.state for j in judge_pairs(drawn, limits).values()}
+        states = {j.state for j in judge_pairs(drawn, limits, final=True).values()}
         alarms += "regression" in states
         undecided += "inconclusive" in states
         for column, medians in reached.items():
@@ -189,6 +189,7 @@ def base_tree(head: Path, revision: str, folder: Path, say: Say) -> Iterator[Tre
     """A worktree of `revision` under `folder`, removed at the end; it gets an environment only for other packages."""
     commit = git("rev-parse", "--verify", "--end-of-options", f"{revision}^{{commit}}", cwd=head)
     path = folder / "base"
+    git("worktree", "prune", cwd=head)  # what a check that was killed has left behind
     git("worktree", "add", "--detach", "--force", str(path), commit, cwd=head)
     try:
         python = sys.executable

@@ -8,6 +8,7 @@ from statistics import median
 
 from arkbench.errors import UserError
 from arkbench.gate import (
+    ALL_PAIRS,
     METRICS,
     CellKey,
     GateResult,
@@ -52,9 +53,9 @@ def check_stored(base: RunData, head: RunData, accept_outputs: bool = False) -> 
     for key in _all_cells([pair]):
         rows += _broken(key, [pair]) or [
             *_exact_rows(key, [pair], outputs=same_seed and not accept_outputs),
-            *_stored_rows(key, base.cells[key], head.cells[key]),
+            *_stored_rows(key, pair),
         ]
-    return GateResult(f"{head.path.name} against {base.path.name}", tuple(rows), (*notes, *_token_notes([pair])))
+    return GateResult(f"{head.path.name} against {base.path.name}", tuple(rows), (*notes, *_notes([pair])))
 
 
 def check_paired(
@@ -65,7 +66,7 @@ def check_paired(
     unstable: Collection[CellKey] = (),
 ) -> GateResult:
     """Alternating runs of base and head. `unstable`: cells whose outputs base itself does not repeat."""
-    judged = judge_pairs(*differences(pairs, floors))
+    judged = judge_pairs(*differences(pairs, floors), final=len(pairs) >= ALL_PAIRS)
     rows: list[Row] = []
     for key in _all_cells(pairs):
         missing = _missing(key, pairs)
@@ -75,7 +76,7 @@ def check_paired(
         rows += _exact_rows(key, pairs, outputs=not accept_outputs and key not in unstable)
         rows += _paired_rows(key, pairs, judged, floors)
     notes = [f"outputs of {key} were not compared: base does not repeat its own" for key in sorted(unstable)]
-    return GateResult(title, tuple(rows), (*notes, *_token_notes(pairs)))
+    return GateResult(title, tuple(rows), (*notes, *_notes(pairs)))
 
 
 def look_again(pairs: Sequence[Pair], floors: Floors) -> list[MetricKey]:
@@ -170,14 +171,21 @@ def _judge_outputs(key: CellKey, pairs: Sequence[Pair]) -> Judgement | None:
     return judged
 
 
-def _token_notes(pairs: Sequence[Pair]) -> list[str]:
-    silent = [r.path.name for p in pairs for r in (p.base, p.head) if r.tokens is None]
-    return [f"token counts were not compared: no requests.jsonl in {', '.join(silent)}"] if silent else []
+def _notes(pairs: Sequence[Pair]) -> list[str]:
+    """What was not compared, and why."""
+    runs = [run for p in pairs for run in (p.base, p.head)]
+    blurred = sorted({str(key) for run in runs for key in run.short_energy})
+    notes = [f"energy of {key} was not compared: its window is short for the counter" for key in blurred]
+    silent = [run.path.name for run in runs if run.tokens is None]
+    if silent:
+        notes.append(f"token counts were not compared: no requests.jsonl in {', '.join(silent)}")
+    return notes
 
 
-def _stored_rows(key: CellKey, base: Mapping[int, Repetition], head: Mapping[int, Repetition]) -> Iterator[Row]:
+def _stored_rows(key: CellKey, pair: Pair) -> Iterator[Row]:
+    base, head = pair.base.cells[key], pair.head.cells[key]
     rows = 0
-    for metric in METRICS:
+    for metric in _metrics_of(key, [pair]):
         old = [r.figures[metric.column] for r in base.values() if metric.column in r.figures]
         new = [r.figures[metric.column] for r in head.values() if metric.column in r.figures]
         if not old and not new:
@@ -187,8 +195,8 @@ def _stored_rows(key: CellKey, base: Mapping[int, Repetition], head: Mapping[int
             side = "base" if len(old) < len(base) else "head"
             yield Row(key, metric.column, "invalid", reason=f"no figure in {side}")
             continue
-        judged = judge_stored(metric, old, new, metric.stored_floor)
-        yield _metric_row(key, metric, median(old), median(new), judged, metric.stored_floor)
+        floor = metric.floor_at(median(old), metric.stored_floor)
+        yield _metric_row(key, metric, median(old), median(new), judge_stored(metric, old, new, floor), floor)
     if not rows:
         yield Row(key, "cell", "invalid", reason="no figure that can be compared")
 
@@ -228,16 +236,25 @@ def _figures(pairs: Sequence[Pair], key: CellKey, column: str) -> list[tuple[flo
     return found
 
 
-def _applies(pairs: Sequence[Pair], key: CellKey, column: str) -> bool:
-    runs = [run.cells.get(key, {}) for p in pairs for run in (p.base, p.head)]
-    return any(column in r.figures for cell in runs for r in cell.values())
+def _metrics_of(key: CellKey, pairs: Sequence[Pair]) -> list[Metric]:
+    """The metrics that any run has a figure of, without energy where a run marks its window as too short for it."""
+    runs = [run for p in pairs for run in (p.base, p.head)]
+    blurred = any(key in run.short_energy for run in runs)
+    present = {c for run in runs for r in run.cells.get(key, {}).values() for c in r.figures}
+    return [m for m in METRICS if m.column in present and not (blurred and m.column == "wh_per_1k_tokens")]
 
 
 def differences(pairs: Sequence[Pair], floors: Floors) -> tuple[dict[MetricKey, list[float]], dict[MetricKey, float]]:
     """Paired worsenings and floors of every metric that any run has a figure of."""
-    keys = [(k, m) for k in _all_cells(pairs) for m in METRICS if _applies(pairs, k, m.column)]
-    worsenings = {(k, m.column): [m.worsening(*f) for f in _figures(pairs, k, m.column)] for k, m in keys}
-    return worsenings, {(k, m.column): floors[m.column] for k, m in keys}
+    worsenings: dict[MetricKey, list[float]] = {}
+    limits: dict[MetricKey, float] = {}
+    for key in _all_cells(pairs):
+        for metric in _metrics_of(key, pairs):
+            name, figures = (key, metric.column), _figures(pairs, key, metric.column)
+            worsenings[name] = [metric.worsening(*f) for f in figures]
+            floor = floors[metric.column]
+            limits[name] = metric.floor_at(median(b for b, _ in figures), floor) if figures else floor
+    return worsenings, limits
 
 
 def _paired_rows(
@@ -250,7 +267,7 @@ def _paired_rows(
         for r in run.cells[key].values()
         if r.problem
     ]
-    known = [m for m in METRICS if (key, m.column) in judged]
+    known = _metrics_of(key, pairs)
     if not known:
         yield Row(key, "cell", "invalid", reason=problems[0] if problems else "no figure that can be compared")
     for metric in known:
@@ -262,4 +279,4 @@ def _paired_rows(
             yield Row(key, metric.column, "invalid", reason=judgement.reason)
             continue
         base, head = (median(values) for values in zip(*figures, strict=True))
-        yield _metric_row(key, metric, base, head, judgement, floors[metric.column])
+        yield _metric_row(key, metric, base, head, judgement, metric.floor_at(base, floors[metric.column]))

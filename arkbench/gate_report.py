@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from arkbench.gate import METRICS, GateResult, Row
+from arkbench.gate import METRICS, CellKey, GateResult, Row
 
 MARKER = "<!-- arkbench check -->"
 """First line of the Markdown: a workflow finds its earlier comment by it."""
@@ -71,18 +71,33 @@ def _p(value: float | None) -> str:
     return "<0.0001" if value < 0.0001 else f"{value:.4f}"
 
 
+def short_names(cells: Iterable[CellKey]) -> dict[CellKey, str]:
+    """Names of cells without the parts that are the same for all of them; the cell's own name always stands."""
+    known = list(dict.fromkeys(cells))
+    vary = [i for i in range(3) if len({key[i] for key in known}) > 1]
+    return {key: " ".join(key[i] for i in (*vary, 3)) for key in known}
+
+
 def print_table(result: GateResult, console: Console) -> None:
-    table = Table(title=result.title, title_justify="left")
-    for name in HEADER:
-        table.add_column(name, overflow="fold", justify="left" if name in ("cell", "check", "state") else "right")
-    for row in worst_first(result.rows):
-        *fields, state = cells_of(row)
-        table.add_row(*map(Text, fields), Text(state, style=STYLE[row.state]))
-    if result.rows:
+    """A table that fits a narrow terminal: what all cells share stands in no row, reasons stand below it."""
+    names = short_names(row.cell for row in result.rows)
+    rows = worst_first(result.rows)
+    shown = HEADER[1:-1] if console.width >= 110 else HEADER[1:-3]
+    table = Table(title=result.title, title_justify="left", padding=(0, 1) if console.width >= 110 else (0, 0))
+    table.add_column("state", no_wrap=True)
+    table.add_column("cell", overflow="fold")
+    for name in shown:
+        table.add_column(name, no_wrap=True, justify="left" if name == "check" else "right")
+    for row in rows:
+        fields = dict(zip(HEADER, cells_of(row), strict=True))
+        plain = [names[row.cell], *(fields[name] for name in shown)]
+        table.add_row(Text(row.state, style=STYLE[row.state]), *map(Text, plain))
+    if rows:
         console.print(table)
-    for note in result.notes:
-        console.print(f"note: {note}", markup=False)
-    console.print(headline(result), style=STYLE[result.state], markup=False)
+    reasons = [f"{row.state}: {names[row.cell]}, {row.check}: {row.reason}" for row in rows if row.reason]
+    for line in (*reasons, *(f"note: {note}" for note in result.notes)):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    console.print(headline(result), style=STYLE[result.state], markup=False, highlight=False, soft_wrap=True)
 
 
 def markdown(result: GateResult) -> str:

@@ -9,13 +9,14 @@ import io
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from arkbench.errors import UserError
 from arkbench.gate import METRICS, CellKey
+from arkbench.power.window import SHORT_WINDOW
 
 SETTINGS = ("workload", "streams", "context_tokens", "at_once", "prompt_tokens", "output_tokens")
 COUNTS = ("requests_ok", "requests_failed", "requests_refused", "requests_timeout")
@@ -61,6 +62,7 @@ class RunData:
     cells: Mapping[CellKey, Mapping[int, Repetition]]
     tokens: Mapping[CellKey, Mapping[TokenKey, tuple[int, int]]] | None
     peak_memory: Mapping[CellKey, int]
+    short_energy: frozenset[CellKey] = frozenset()
 
 
 def load_run(path: Path) -> RunData:
@@ -73,6 +75,7 @@ def load_run(path: Path) -> RunData:
         raise UserError(f"{path}: the run is {status or 'of unknown status'}, not complete (finish it with --resume)")
     cells = _read_cells(path / "cells.csv")
     try:
+        details = _details(path)
         return RunData(
             path=path,
             gpus=_hardware(meta),
@@ -80,7 +83,8 @@ def load_run(path: Path) -> RunData:
             seed=meta.get("seed"),
             cells=cells,
             tokens=_read_tokens(path, {(k.scenario, k.variant, k.cell): k for k in cells}),
-            peak_memory=_peak_memory(path),
+            peak_memory=_peak_memory(details),
+            short_energy=_short_energy(details),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{path}: a file of it cannot be understood ({error!r})") from None
@@ -195,14 +199,24 @@ def _read_tokens(
     return tokens
 
 
-def _peak_memory(path: Path) -> dict[CellKey, int]:
-    """Bytes of the fullest GPU of each cell, the largest over its repetitions, where details.jsonl tells them."""
+def _details(path: Path) -> list[tuple[CellKey, dict[str, Any]]]:
+    """The lines of details.jsonl with their cells; none where there is no such file."""
+    lines = _json_lines(path / "details.jsonl") or ()
+    return [(CellKey(*(detail[f] for f in CellKey._fields)), detail) for detail in lines]
+
+
+def _peak_memory(details: Sequence[tuple[CellKey, dict[str, Any]]]) -> dict[CellKey, int]:
+    """Bytes of the fullest GPU of each cell, the largest over its repetitions, where they are known."""
     peaks: dict[CellKey, int] = {}
-    for detail in _json_lines(path / "details.jsonl") or ():
+    for key, detail in details:
         if detail.get("peak_memory_bytes"):
-            key = CellKey(*(detail[f] for f in CellKey._fields))
             peaks[key] = max(peaks.get(key, 0), int(detail["peak_memory_bytes"]))
     return peaks
+
+
+def _short_energy(details: Sequence[tuple[CellKey, dict[str, Any]]]) -> frozenset[CellKey]:
+    """Cells whose energy the counter's steps blur."""
+    return frozenset(k for k, d in details if any(SHORT_WINDOW in note for note in d.get("energy_notes", ())))
 
 
 def _json_lines(path: Path) -> Iterator[dict[str, Any]] | None:

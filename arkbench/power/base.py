@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from arkbench.errors import UserError
 from arkbench.power.window import POWER_COLUMNS, Figure, Sample, counter_energy, integrated_energy
 from arkbench.power.window import joules_per_token as _joules_per_token
 from arkbench.power.window import wh_per_1k_tokens as _wh_per_1k_tokens
@@ -24,7 +25,7 @@ INVALIDATING = ("hw_slowdown", "hw_thermal_slowdown", "sw_thermal_slowdown", "hw
 NOTED = ("sw_power_cap",)
 
 
-class PowerError(Exception):
+class PowerError(UserError):
     """A meter that the user named cannot be used: one line with the mend."""
 
 

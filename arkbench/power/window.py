@@ -13,6 +13,8 @@ from itertools import pairwise
 
 COUNTER_SHARE_LIMIT = 0.1
 """Largest part of a window that may lie between two counter updates before the figure is marked as too short."""
+SHORT_WINDOW = "the window is short for the energy counter's resolution"
+"""The note of a figure that the counter's steps blur."""
 GAP_SHARE_LIMIT = 0.1
 """Largest part of a window that may lack samples before the integral is refused."""
 
@@ -74,7 +76,7 @@ def counter_energy(samples: Sequence[Sample], t0: float, t1: float) -> Figure:
     joules = _interpolate(inside, t1) - _interpolate(inside, t0)
     straddling = (inside[1][0] - inside[0][0]) + (inside[-1][0] - inside[-2][0])
     if straddling > COUNTER_SHARE_LIMIT * (t1 - t0):
-        return Figure(joules, ("the window is short for the energy counter's resolution",))
+        return Figure(joules, (SHORT_WINDOW,))
     return Figure(joules)
 
 

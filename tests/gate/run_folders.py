@@ -62,6 +62,7 @@ def write_run(
     zipped: bool = False,
     output_tokens: int = 128,
     peak_memory: int | None = None,
+    energy_notes: Sequence[str] = (),
     **meta: Any,
 ) -> Path:
     """A complete run folder; `meta` replaces or adds keys of run.json."""
@@ -79,9 +80,12 @@ def write_run(
     writer.writerows(rows)
     (path / "cells.csv").write_bytes(text.getvalue().encode())
     requests = request_lines(rows, output_tokens).encode()
-    if peak_memory is not None:
+    if peak_memory is not None or energy_notes:
         keys = ("scenario", "variant", "model", "cell", "repetition")
-        details = [{k: row[k] for k in keys} | {"peak_memory_bytes": peak_memory} for row in rows]
+        details = [
+            {k: row[k] for k in keys} | {"peak_memory_bytes": peak_memory, "energy_notes": list(energy_notes)}
+            for row in rows
+        ]
         (path / "details.jsonl").write_text("".join(json.dumps(d) + "\n" for d in details))
     if zipped:
         (path / "requests.jsonl.gz").write_bytes(gzip.compress(requests))

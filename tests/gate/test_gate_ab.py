@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import random
 import subprocess
@@ -13,6 +14,7 @@ from xml.etree import ElementTree
 
 import pytest
 import typer
+from rich.console import Console
 from run_folders import cell_row, write_run
 from typer.testing import CliRunner
 
@@ -29,7 +31,7 @@ from arkbench.gate_ab import (
     replay,
 )
 from arkbench.gate_cli import register
-from arkbench.gate_report import MARKER, cells_of, junit, markdown, worst_first
+from arkbench.gate_report import MARKER, cells_of, junit, markdown, print_table, short_names, worst_first
 from arkbench.gate_runs import RunData, load_run
 
 SOURCE = str(Path(arkbench.__file__).parent.parent)
@@ -102,6 +104,13 @@ def test_one_throttled_run_is_made_up_for_by_more_pairs(tmp_path):
     assert len(runner.calls) == 2 + 2 * ALL_PAIRS
     row = next(r for r in result.rows if r.check == "decode_tok_s")
     assert row.pairs == ALL_PAIRS - 1 and row.state == "pass" and result.exit_code == 0
+
+
+def test_slowdown_is_caught_beside_a_throttled_run(tmp_path):
+    runner = FakeRunner(tmp_path, 0.05, valid=lambda side, seed, call: "false" if call == 4 else "true")
+    result = run_check(runner)
+    assert result.exit_code == 1
+    assert {r.pairs for r in result.rows if r.state == "regression"} == {ALL_PAIRS - 1}
 
 
 def test_throttled_throughout_is_invalid(tmp_path):
@@ -195,6 +204,32 @@ def test_fields_of_a_row():
     )  # fmt: skip
     assert cells_of(ROWS[3])[4] == "+4.0% worse" and cells_of(ROWS[0])[4] == "+1.0% better"
     assert cells_of(ROWS[2]) == ("s v m gone", "cell", *[""] * 6, "invalid: missing in head [x] <y>")
+
+
+def test_short_names_keep_what_differs():
+    same = [CellKey("s", "v", "m", "a"), CellKey("s", "v", "m", "b"), CellKey("s", "v", "m", "a")]
+    assert list(short_names(same).values()) == ["a", "b"]
+    assert short_names([*same, CellKey("s", "w", "m", "a")])[same[0]] == "v a"
+    assert short_names([]) == {}
+
+
+@pytest.mark.parametrize("width", [80, 160])
+def test_table_names_every_cell_and_state(width):
+    out = io.StringIO()
+    print_table(RESULT, Console(file=out, width=width))
+    text = out.getvalue()
+    for word in (
+        "decode_tok_s",
+        "-5.0% worse",
+        "950 tok/s",
+        "a|b",
+        "too noisy",
+        "note: a note",
+        "invalid: gone, cell: missing in head [x] <y>",
+    ):
+        assert word in text, word
+    assert all(text.count(state) >= 2 for state in ("regression", "invalid", "inconclusive"))
+    assert text.splitlines()[-1] == "regression: 1 regression, 1 invalid, 1 inconclusive, 1 pass"
 
 
 def test_markdown_shows_the_worst_first_and_escapes():

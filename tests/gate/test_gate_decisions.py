@@ -30,13 +30,19 @@ FLOOR = 0.025
 
 
 def judge(values: list[float], floor: float = FLOOR):
-    return judge_pairs({"x": values}, {"x": floor})["x"]
+    return judge_pairs({"x": values}, {"x": floor}, final=len(values) > PAIRS)["x"]
 
 
 def test_worsening_is_positive_for_slower_and_dearer():
     assert SPEED.worsening(1000.0, 950.0) == pytest.approx(0.05129, abs=1e-5)
     assert TPOT.worsening(0.020, 0.021) == pytest.approx(0.04879, abs=1e-5)
     assert SPEED.worsening(950.0, 1000.0) == pytest.approx(-0.05129, abs=1e-5)
+
+
+def test_floor_is_no_finer_than_the_grain():
+    ttft = METRICS[3]
+    assert ttft.floor_at(0.010, 0.03) == pytest.approx(math.log(1.1))
+    assert ttft.floor_at(0.500, 0.03) == 0.03 and SPEED.floor_at(5.0, 0.025) == 0.025
 
 
 def test_first_look():
@@ -81,7 +87,7 @@ def test_holm_over_cells_protects_the_family():
     assert 0.001 < judge(borderline).p_value < 0.01 and judge(borderline).state == "regression"
     clean = {f"c{i}": [0.001, -0.001, 0.0, 0.001, -0.001] * 2 for i in range(100)}
     everything = clean | {"x": borderline}
-    states = judge_pairs(everything, dict.fromkeys(everything, FLOOR))
+    states = judge_pairs(everything, dict.fromkeys(everything, FLOOR), final=True)
     assert states["x"].state == "inconclusive" and states["c3"].state == "pass"
 
 
@@ -176,10 +182,11 @@ def noisy_differences(
 def gate_state(differences: np.ndarray) -> str:
     """The state of a whole check, [cells, ALL_PAIRS], by the code that the command runs."""
     floors = dict.fromkeys(range(len(differences)), FLOOR)
-    early = {i: row[:PAIRS].tolist() for i, row in enumerate(differences)}
-    if any(needs_more(row, FLOOR) for row in early.values()):
-        early = {i: row.tolist() for i, row in enumerate(differences)}
-    states = {j.state for j in judge_pairs(early, floors).values()}
+    seen = {i: row[:PAIRS].tolist() for i, row in enumerate(differences)}
+    more = any(needs_more(row, FLOOR) for row in seen.values())
+    if more:
+        seen = {i: row.tolist() for i, row in enumerate(differences)}
+    states = {j.state for j in judge_pairs(seen, floors, final=more).values()}
     return next(s for s in ("regression", "invalid", "inconclusive", "pass") if s in states)
 
 

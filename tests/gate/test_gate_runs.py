@@ -154,6 +154,19 @@ def test_other_token_counts_are_a_regression(base, tmp_path):
     assert found["decode-s8", "token counts"] == "regression" and result.exit_code == 1
 
 
+def test_energy_of_a_short_window_is_not_judged(tmp_path):
+    def energy(wh: float):
+        return [r | {"wh_per_1k_tokens": wh} for r in rows()]
+
+    old = write_run(tmp_path / "old", energy(0.10))
+    found, result = states(old, write_run(tmp_path / "more", energy(0.15)))
+    assert found["decode-s8", "wh_per_1k_tokens"] == "regression"
+    short = "nvml 0: the window is short for the energy counter's resolution"
+    found, result = states(old, write_run(tmp_path / "short", energy(0.15), energy_notes=[short]))
+    assert ("decode-s8", "wh_per_1k_tokens") not in found and result.exit_code == 0
+    assert result.notes == (f"energy of {KEY} was not compared: its window is short for the counter",)
+
+
 def test_peak_memory(tmp_path):
     old = write_run(tmp_path / "old", rows(), peak_memory=10 * 2**30)
     same = write_run(tmp_path / "same", rows(), peak_memory=10 * 2**30 + 1000)
