@@ -45,7 +45,7 @@ def lead(runs: Sequence[Run]) -> str:
     hold, comparable = tally["reproduced"] + tally["exceeded"], tested - tally["not comparable"]
     if not comparable:
         return (
-            f"Measured here: {tested} of the {total} published claims; none can be compared with the published figures."
+            f"Measured here: {tested} of the {total} published claims; none can be compared with what was published."
         )
     parts = [f"{hold} of {comparable} comparable claims hold here"]
     parts[0] += f" ({tally['exceeded']} exceeded)" if tally["exceeded"] else ""

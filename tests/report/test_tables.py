@@ -131,7 +131,7 @@ def test_the_lead_where_nothing_compares(tmp_path: Path) -> None:
     report = report_of(factory.write_run(tmp_path / "a", cells, claims, gpus=[]))
     assert report.title == "ARK's published claims, measured on CPU"
     assert (
-        report.lead == "Measured here: 1 of the 38 published claims; none can be compared with the published figures."
+        report.lead == "Measured here: 1 of the 38 published claims; none can be compared with its figure."
     )
 
 
