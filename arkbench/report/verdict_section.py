@@ -44,9 +44,7 @@ def lead(runs: Sequence[Run]) -> str:
         return f"None of the {total} published claims was tested in this run."
     hold, comparable = tally["reproduced"] + tally["exceeded"], tested - tally["not comparable"]
     if not comparable:
-        return (
-            f"Measured here: {tested} of the {total} published claims; none can be compared with what was published."
-        )
+        return f"Measured here: {tested} of the {total} published claims; none can be compared with its figure."
     parts = [f"{hold} of {comparable} comparable claims hold here"]
     parts[0] += f" ({tally['exceeded']} exceeded)" if tally["exceeded"] else ""
     if tally["not reproduced"]:

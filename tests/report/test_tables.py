@@ -130,9 +130,7 @@ def test_the_lead_where_nothing_compares(tmp_path: Path) -> None:
     cells = [factory.decode("quick", "fused", "SmolLM2-135M", 8, 37.0, 0.1)]
     report = report_of(factory.write_run(tmp_path / "a", cells, claims, gpus=[]))
     assert report.title == "ARK's published claims, measured on CPU"
-    assert (
-        report.lead == "Measured here: 1 of the 38 published claims; none can be compared with its figure."
-    )
+    assert report.lead == "Measured here: 1 of the 38 published claims; none can be compared with its figure."
 
 
 def test_several_runs_stand_side_by_side(tmp_path: Path) -> None:
