@@ -348,8 +348,9 @@ def _plot_line(ax: Axes, line: Line, look: dict[str, object], place: int, name: 
             )  # fmt: skip
         else:
             gap = f"not measured: {line.name} {line.labels[index] if line.labels else ''}".strip()
+            row = sum(other.get_transform() == ax.transAxes for other in ax.texts)
             ax.text(
-                0.02, 0.03 + 0.05 * (place + index), gap, transform=ax.transAxes, fontsize=7, style="italic", color=MUTED,
+                0.02, 0.03 + 0.05 * row, gap, transform=ax.transAxes, fontsize=7, style="italic", color=look["color"],
                 gid=f"missing-{name}-{index}",
             )  # fmt: skip
 

@@ -42,8 +42,10 @@ def lead(runs: Sequence[Run]) -> str:
     tested = total - tally["not run"]
     if not tested:
         return f"None of the {total} published claims was tested in this run."
-    hold = tally["reproduced"] + tally["exceeded"]
-    parts = [f"{hold} of {tested} tested claims hold here"]
+    hold, comparable = tally["reproduced"] + tally["exceeded"], tested - tally["not comparable"]
+    if not comparable:
+        return f"Measured here: {tested} of the {total} published claims; none can be compared with its figure."
+    parts = [f"{hold} of {comparable} comparable claims hold here"]
     parts[0] += f" ({tally['exceeded']} exceeded)" if tally["exceeded"] else ""
     if tally["not reproduced"]:
         parts.append(f"{tally['not reproduced']} {'does' if tally['not reproduced'] == 1 else 'do'} not")

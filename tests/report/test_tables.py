@@ -114,7 +114,7 @@ def test_invalid_missing_and_partial_cells_are_listed_with_their_reasons(tmp_pat
 def test_the_lead_and_the_counts(tmp_path: Path) -> None:
     report = report_of(factory.fused_kernels(tmp_path / "a"))
     assert report.lead == (
-        "6 of 8 tested claims hold here (2 exceeded), 1 does not, 1 cannot be compared, 30 were not run."
+        "6 of 7 comparable claims hold here (2 exceeded), 1 does not, 1 cannot be compared, 30 were not run."
     )
     verdicts = report.sections[0].blocks[0]
     assert list(verdicts.items) == [
@@ -123,6 +123,14 @@ def test_the_lead_and_the_counts(tmp_path: Path) -> None:
     row = next(row for row in table(report, "verdicts").rows if row[0].startswith("Fused over standard decode"))
     assert row[1:5] == ["2.6×", "2.47×", 0.021, "reproduced"]
     assert [len(t.rows) for t in report.tables() if t.key in ("verdicts", "claims-not-run")] == [8, 30]
+
+
+def test_the_lead_where_nothing_compares(tmp_path: Path) -> None:
+    claims = factory.claims({"fused-decode-8": (3.1, 0.1, "not comparable", "measured on a CPU")})
+    cells = [factory.decode("quick", "fused", "SmolLM2-135M", 8, 37.0, 0.1)]
+    report = report_of(factory.write_run(tmp_path / "a", cells, claims, gpus=[]))
+    assert report.title == "ARK's published claims, measured on CPU"
+    assert report.lead == "Measured here: 1 of the 38 published claims; none can be compared with its figure."
 
 
 def test_several_runs_stand_side_by_side(tmp_path: Path) -> None:
@@ -142,7 +150,7 @@ def test_runs_that_test_different_claims_add_up(tmp_path: Path) -> None:
     runs = data.load([factory.fused_kernels(tmp_path / "a"), factory.inverted_loops(tmp_path / "b")])
     assert len({run.label for run in runs}) == 2
     report = build.build(runs)
-    assert report.lead.startswith("8 of 10 tested claims hold here (3 exceeded)")
+    assert report.lead.startswith("8 of 9 comparable claims hold here (3 exceeded)")
     assert len(table(report, "claims-not-run").rows) == 28
 
 
