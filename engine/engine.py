@@ -49,7 +49,7 @@ class Engine:
         memory = plan_memory(self.model, config, dtype, free_memory(device))
         with clock.part("weights"), torch.inference_mode():
             decoder = self._build(opened.source, device, dtype)
-        with clock.part("cache"), torch.inference_mode():
+        with clock.part("cache"):
             self._make_stage(decoder, memory.pages, device, dtype)
         with clock.part("graphs"):
             if config.graphs and device.type == "cuda":
@@ -131,6 +131,8 @@ class Engine:
         done = self.loop.advance()
         if done is not None:
             events += _events(done, time.monotonic())
+        if not self.scheduler.has_work():
+            self.loop.drain()
         return events
 
     def set_switches(self, switches: Switches) -> None:

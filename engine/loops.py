@@ -56,9 +56,10 @@ class Loop:
         return StepOutcomes(self.scheduler.complete(result.plan, result.wait()), result.logprobs)
 
     def drain(self) -> None:
-        """Waits for the steps in flight and drops their tokens."""
+        """Waits for the steps in flight, so that what they held back is free; for when no request is left."""
         while self._flying:
-            self._flying.popleft().wait()
+            result = self._flying.popleft()
+            self.scheduler.complete(result.plan, result.wait())
 
     def _banned(self, plan: StepPlan) -> list[tuple[int, frozenset[int]]]:
         """(sampled row, stop tokens) of the requests that have not made `min_tokens` yet."""

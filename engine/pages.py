@@ -19,7 +19,7 @@ class PagePool:
         self._free = deque(range(1, pages))
         self._references = [0] * pages
         self._fenced: deque[tuple[int, int]] = deque()
-        self._on_free = on_free
+        self.on_free = on_free
 
     @property
     def free(self) -> int:
@@ -59,5 +59,5 @@ class PagePool:
         while self._fenced and self._fenced[0][0] <= step:
             freed.append(self._fenced.popleft()[1])
         self._free.extend(freed)
-        if freed and self._on_free is not None:
-            self._on_free(freed)
+        if freed and self.on_free is not None:
+            self.on_free(freed)

@@ -212,13 +212,16 @@ class Scheduler:
         return pieces
 
     def _decode_pieces(self) -> list[Piece]:
+        alone = self.switches.decode_batching == "off"
         ready = [track for track in self.running if track.decoding]
-        if self.switches.decode_batching == "off":
-            ready = sorted(ready, key=lambda track: track.last_step)[:1]
-        pieces = []
+        if alone:
+            ready.sort(key=lambda track: track.last_step)
+        pieces: list[Piece] = []
         for track in ready:
             if track in self.running and self._grow(track, track.length):
                 pieces.append(Piece(track, track.slot, track.scheduled, 1, samples=True))
+                if alone:
+                    break
         return pieces
 
     def _commit(self, pieces: list[Piece], decode: bool) -> StepPlan:

@@ -110,6 +110,10 @@ def model_of(hf: dict[str, Any], name: str, family: str, layers: tuple[LayerSpec
     )  # fmt: skip
 
 
+# Stored beside weights, used by none of the engine's layers: rotary frequencies, scales for 8-bit activations or cache.
+_NOT_WEIGHTS = ("rotary_emb.inv_freq", ".input_scale", ".activation_scale", ".k_scale", ".v_scale")
+
+
 def plain_names(tensor_name: str) -> str | None:
     """The canonical name of a checkpoint's tensor (`model.layers...`, `lm_head...`), or None for one that is no part
     of the language model (vision tower, projector, multi-token prediction, stored rotary frequencies)."""
@@ -117,6 +121,6 @@ def plain_names(tensor_name: str) -> str | None:
     if name.startswith("language_model."):
         name = name.removeprefix("language_model.")
     foreign = ("vision_tower.", "multi_modal_projector.", "visual.", "mtp.", "model.vision", "model.visual")
-    if name.startswith((*foreign, "model.multi_modal_projector.")) or name.endswith("rotary_emb.inv_freq"):
+    if name.startswith((*foreign, "model.multi_modal_projector.")) or name.endswith(_NOT_WEIGHTS):
         return None
     return name

@@ -1,0 +1,275 @@
+"""Triton kernels of attention_decode.py and attention_prefill.py.
+
+Scores are kept in base 2: log2(e) is part of the scale. A quantized cache is read as it is: the scale of a key
+multiplies its column of scores, the scale of a value its column of probabilities. Masked keys and values are never
+loaded: a page may hold anything behind a request's last token, and 0 * NaN is NaN.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# The scales of 8-bit values are small (max / 448): raised by this, probability times scale stays normal in float16.
+RAISE = tl.constexpr(256.0)
+
+
+@triton.jit
+def _key_rows(table_ptr, first_page, key, key_inside, start, head, KV_HEADS: tl.constexpr, PAGE: tl.constexpr,
+              ONE_PAGE: tl.constexpr, CONTIGUOUS: tl.constexpr):  # fmt: skip
+    """Where keys of one head stand in the cache seen as [pages * kv_heads * page_size, D]: (int64 row, offsets to it).
+
+    ONE_PAGE: the tile that begins at `start` lies in one page, so that only the row of its first key needs 64 bits.
+    CONTIGUOUS: page i of the request is first_page + i.
+    """
+    if ONE_PAGE:
+        page = start // PAGE
+        page = first_page + page if CONTIGUOUS else tl.load(table_ptr + page)
+        return (page.to(tl.int64) * KV_HEADS + head) * PAGE + start % PAGE, key - start
+    page = key // PAGE
+    page = first_page + page if CONTIGUOUS else tl.load(table_ptr + page, mask=key_inside, other=0)
+    return tl.full([], 0, tl.int64), (page.to(tl.int64) * KV_HEADS + head) * PAGE + key % PAGE
+
+
+@triton.jit
+def _attend_tile(
+    q, acc, top, total, start, low, high, query_low, query_high, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr,
+    first_page, head, scale,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
+    EIGHT_BIT: tl.constexpr, COMPUTE: tl.constexpr, ONE_PAGE: tl.constexpr, CONTIGUOUS: tl.constexpr,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """One step of the online softmax over the keys start .. start + BLOCK_N.
+
+    q [M, DIM_BLOCK], acc float32 [M, DIM_BLOCK]; top, total float32 [M]: running maximum and sum. MASKED: only keys
+    in [low, high) are loaded. CAUSAL: row m sees keys in [query_low[m], query_high[m]).
+    """
+    key = start + tl.arange(0, BLOCK_N)
+    column = tl.arange(0, DIM_BLOCK)
+    inside = (key >= low) & (key < high)
+    first_row, rows = _key_rows(table_ptr, first_page, key, inside, start, head, KV_HEADS, PAGE, ONE_PAGE, CONTIGUOUS)
+    offsets = rows[:, None] * DIM + column[None, :]
+    k_ptr += first_row * DIM
+    v_ptr += first_row * DIM
+    if EIGHT_BIT:
+        k_scale_ptr += first_row
+        v_scale_ptr += first_row
+    if MASKED:
+        mask = inside[:, None] & (column < DIM)[None, :]
+        k = tl.load(k_ptr + offsets, mask=mask, other=0.0)
+        v = tl.load(v_ptr + offsets, mask=mask, other=0.0)
+    elif DIM == DIM_BLOCK:
+        k = tl.load(k_ptr + offsets)
+        v = tl.load(v_ptr + offsets)
+    else:
+        k = tl.load(k_ptr + offsets, mask=(column < DIM)[None, :], other=0.0)
+        v = tl.load(v_ptr + offsets, mask=(column < DIM)[None, :], other=0.0)
+    scores = tl.dot(q, tl.trans(k.to(COMPUTE)), input_precision="ieee") * scale
+    if EIGHT_BIT:
+        if MASKED:
+            scores *= tl.load(k_scale_ptr + rows, mask=inside, other=0.0)[None, :]
+        else:
+            scores *= tl.load(k_scale_ptr + rows)[None, :]
+    if MASKED:
+        if CAUSAL:
+            seen = (key[None, :] >= query_low[:, None]) & (key[None, :] < query_high[:, None]) & inside[None, :]
+        else:
+            seen = inside[None, :]
+        scores = tl.where(seen, scores, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, axis=1))
+    base = tl.where(new_top == float("-inf"), 0.0, new_top) if MASKED else new_top
+    p = tl.exp2(scores - base[:, None])
+    shrink = tl.exp2(top - base)
+    total = total * shrink + tl.sum(p, axis=1)
+    if EIGHT_BIT:
+        if MASKED:
+            p *= tl.load(v_scale_ptr + rows, mask=inside, other=0.0)[None, :] * RAISE
+        else:
+            p *= tl.load(v_scale_ptr + rows)[None, :] * RAISE
+    acc = tl.dot(p.to(COMPUTE), v.to(COMPUTE), acc * shrink[:, None], input_precision="ieee")
+    return acc, new_top, total
+
+
+@triton.jit
+def _segment_counts(kv_len, SEGMENT: tl.constexpr, WINDOW: tl.constexpr):
+    """(first segment that a request reads, segments that it reads) for kv_len tokens; (0, 0) for none."""
+    first = tl.maximum(kv_len - WINDOW, 0) // SEGMENT if WINDOW else kv_len * 0
+    return first, (kv_len + SEGMENT - 1) // SEGMENT - first
+
+
+@triton.jit
+def decode_attention_kernel(
+    q_ptr, partial_ptr, lse_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, kv_len_ptr, table_ptr, table_stride,
+    requests, segments, scale,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, PAGE: tl.constexpr,
+    SEGMENT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, REQUESTS: tl.constexpr,
+    WINDOW: tl.constexpr, EIGHT_BIT: tl.constexpr, COMPUTE: tl.constexpr, ONE_PAGE: tl.constexpr,
+    CONTIGUOUS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Attention of one group of query heads over one segment, for every work item program_id, + programs, ...
+
+    partial float32 [requests, heads, segments, DIM] gets the segment's normalised output, lse float32
+    [requests, heads, segments] the base-2 logarithm of its sum. Items run key head fastest, then segment, then
+    request; no item is empty.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    lane = tl.arange(0, REQUESTS)
+    lengths = tl.load(kv_len_ptr + lane, mask=lane < requests, other=0)
+    _, counts = _segment_counts(lengths, SEGMENT, WINDOW)
+    ends = tl.cumsum(counts, axis=0)
+    row = tl.arange(0, BLOCK_M)
+    column = tl.arange(0, DIM_BLOCK)
+    query_mask = (row < GROUP)[:, None] & (column < DIM)[None, :]
+    for item in range(tl.program_id(0), tl.sum(counts, axis=0) * KV_HEADS, tl.num_programs(0)):
+        unit = item // KV_HEADS
+        head = item % KV_HEADS
+        before = ends <= unit
+        request = tl.sum(before.to(tl.int32), axis=0)
+        kv_len = tl.load(kv_len_ptr + request)
+        first, _ = _segment_counts(kv_len, SEGMENT, WINDOW)
+        segment = first + unit - tl.sum(tl.where(before, counts, 0), axis=0)
+        low = tl.maximum(kv_len - WINDOW, segment * SEGMENT) if WINDOW else segment * SEGMENT
+        high = tl.minimum(kv_len, (segment + 1) * SEGMENT)
+        heads_row = request * (KV_HEADS * GROUP) + head * GROUP + row
+        q = tl.load(q_ptr + heads_row[:, None] * DIM + column[None, :], mask=query_mask, other=0.0).to(COMPUTE)
+        acc = tl.zeros([BLOCK_M, DIM_BLOCK], tl.float32)
+        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        row_table = table_ptr + request.to(tl.int64) * table_stride
+        first_page = tl.load(row_table)
+        for start in range(low // BLOCK_N * BLOCK_N, high, BLOCK_N):
+            acc, top, total = _attend_tile(
+                q, acc, top, total, start, low, high, low, high, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, row_table,
+                first_page, head, scale, KV_HEADS, DIM, DIM_BLOCK, PAGE, BLOCK_N, EIGHT_BIT, COMPUTE, ONE_PAGE,
+                CONTIGUOUS, True, False,
+            )  # fmt: skip
+        place = heads_row.to(tl.int64) * segments + segment
+        divisor = total * RAISE if EIGHT_BIT else total
+        tl.store(partial_ptr + place[:, None] * DIM + column[None, :], acc / divisor[:, None], mask=query_mask)
+        tl.store(lse_ptr + place, top + tl.log2(total), mask=row < GROUP)
+
+
+@triton.jit
+def combine_segments_kernel(
+    partial_ptr, lse_ptr, out_ptr, sinks_ptr, kv_len_ptr, segments,
+    DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, SEGMENT: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+    BLOCK_S: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """out[request, head] = the segments' outputs weighed by 2^lse; a sink joins the weights once. Grid (R, heads)."""
+    request = tl.program_id(0)
+    head = tl.program_id(1)
+    row = request.to(tl.int64) * tl.num_programs(1) + head
+    column = tl.arange(0, DIM_BLOCK)
+    top = float("-inf")
+    total = 0.0
+    if SINKS:
+        top = tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
+        total = 1.0
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    first, count = _segment_counts(tl.load(kv_len_ptr + request), SEGMENT, WINDOW)
+    acc = tl.zeros([DIM_BLOCK], tl.float32)
+    for start in range(first, first + count, BLOCK_S):
+        segment = start + tl.arange(0, BLOCK_S)
+        inside = segment < first + count
+        lse = tl.load(lse_ptr + row * segments + segment, mask=inside, other=float("-inf"))
+        mask = inside[:, None] & (column < DIM)[None, :]
+        place = (row * segments + segment)[:, None] * DIM + column[None, :]
+        values = tl.load(partial_ptr + place, mask=mask, other=0.0)
+        new_top = tl.maximum(top, tl.max(lse, axis=0))
+        weight = tl.exp2(lse - new_top)
+        shrink = tl.exp2(top - new_top)
+        acc = acc * shrink + tl.sum(values * weight[:, None], axis=0)
+        total = total * shrink + tl.sum(weight, axis=0)
+        top = new_top
+    out = acc / tl.where(total > 0, total, 1.0)
+    tl.store(out_ptr + row * DIM + column, out.to(out_ptr.dtype.element_ty), mask=column < DIM)
+
+
+@triton.jit
+def prefill_attention_kernel(
+    q_ptr, out_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, sinks_ptr, query_start_ptr, kv_len_ptr, table_ptr,
+    table_stride, requests, rows, scale,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, REQUESTS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+    EIGHT_BIT: tl.constexpr, COMPUTE: tl.constexpr, ONE_PAGE: tl.constexpr, CONTIGUOUS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """One tile of BLOCK_M packed rows (position * GROUP + head) of one request and key head. Grid (tiles, kv heads).
+
+    Tiles are taken from the last to the first: late tiles of a prompt read the most keys and start first. Programs
+    behind the last tile write zeros to the rows that belong to no request.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    lane = tl.arange(0, REQUESTS)
+    starts = tl.load(query_start_ptr + lane, mask=lane < requests, other=0)
+    stops = tl.load(query_start_ptr + lane + 1, mask=lane < requests, other=0)
+    counts = ((stops - starts) * GROUP + BLOCK_M - 1) // BLOCK_M
+    ends = tl.cumsum(counts, axis=0)
+    tiles = tl.sum(counts, axis=0)
+    head = tl.program_id(1)
+    column = tl.arange(0, DIM_BLOCK)
+    program = tl.program_id(0)
+    if program >= tiles:
+        row = tl.load(query_start_ptr + requests) * GROUP + (program - tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
+        place = (row // GROUP).to(tl.int64) * (KV_HEADS * GROUP) + head * GROUP + row % GROUP
+        zeros = tl.zeros([BLOCK_M, DIM_BLOCK], out_ptr.dtype.element_ty)
+        mask = (row < rows * GROUP)[:, None] & (column < DIM)[None, :]
+        tl.store(out_ptr + place[:, None] * DIM + column[None, :], zeros, mask=mask)
+    else:
+        unit = tiles - 1 - program
+        before = ends <= unit
+        request = tl.sum(before.to(tl.int32), axis=0)
+        tile = unit - tl.sum(tl.where(before, counts, 0), axis=0)
+        query_start = tl.load(query_start_ptr + request)
+        query_len = tl.load(query_start_ptr + request + 1) - query_start
+        kv_len = tl.load(kv_len_ptr + request)
+        flat = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        row_inside = flat < query_len * GROUP
+        place = (query_start + flat // GROUP).to(tl.int64) * (KV_HEADS * GROUP) + head * GROUP + flat % GROUP
+        offsets = place[:, None] * DIM + column[None, :]
+        mask = row_inside[:, None] & (column < DIM)[None, :]
+        q = tl.load(q_ptr + offsets, mask=mask, other=0.0).to(COMPUTE)
+
+        past = kv_len - query_len
+        query_high = past + flat // GROUP + 1
+        query_low = query_high - WINDOW if WINDOW else query_high * 0
+        high = tl.minimum(past + (tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1, kv_len)
+        low = tl.maximum(past + tile * BLOCK_M // GROUP + 1 - WINDOW, 0) if WINDOW else 0
+        begin = low // BLOCK_N * BLOCK_N if WINDOW else 0
+        acc = tl.zeros([BLOCK_M, DIM_BLOCK], tl.float32)
+        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        row_table = table_ptr + request.to(tl.int64) * table_stride
+        first_page = tl.load(row_table)
+        masked_from = begin
+        if not WINDOW:
+            masked_from = tl.maximum(past + tile * BLOCK_M // GROUP + 1, 0) // BLOCK_N * BLOCK_N
+            for start in range(0, masked_from, BLOCK_N):
+                acc, top, total = _attend_tile(
+                    q, acc, top, total, start, low, high, query_low, query_high, k_ptr, v_ptr, k_scale_ptr,
+                    v_scale_ptr, row_table, first_page, head, scale, KV_HEADS, DIM, DIM_BLOCK, PAGE, BLOCK_N,
+                    EIGHT_BIT, COMPUTE, ONE_PAGE, CONTIGUOUS, False, True,
+                )  # fmt: skip
+        for start in range(masked_from, high, BLOCK_N):
+            acc, top, total = _attend_tile(
+                q, acc, top, total, start, low, high, query_low, query_high, k_ptr, v_ptr, k_scale_ptr,
+                v_scale_ptr, row_table, first_page, head, scale, KV_HEADS, DIM, DIM_BLOCK, PAGE, BLOCK_N,
+                EIGHT_BIT, COMPUTE, ONE_PAGE, CONTIGUOUS, True, True,
+            )  # fmt: skip
+        if SINKS:
+            sink = tl.load(sinks_ptr + head * GROUP + flat % GROUP).to(tl.float32) * 1.4426950408889634
+            new_top = tl.maximum(top, sink)
+            shrink = tl.exp2(top - new_top)
+            acc *= shrink[:, None]
+            total = total * shrink + tl.exp2(sink - new_top)
+        divisor = tl.where(total > 0, total, 1.0)
+        if EIGHT_BIT:
+            divisor *= RAISE
+        out = acc / divisor[:, None]
+        tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=mask)

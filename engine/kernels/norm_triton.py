@@ -1,0 +1,60 @@
+"""Triton kernels of norm.py. A program owns ROWS whole rows."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from engine.kernels._device import load_sum
+
+
+@triton.jit
+def _load_weight(weight_ptr, column, width, PLUS_ONE: tl.constexpr):
+    weight = tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)
+    if PLUS_ONE:
+        weight += 1.0
+    return weight
+
+
+@triton.jit
+def _normalise(x, weight, width, eps):
+    mean = tl.sum(x * x, axis=1) / width
+    return x * tl.rsqrt(mean + eps)[:, None] * weight
+
+
+@triton.jit
+def rms_norm_kernel(
+    x_ptr, weight_ptr, out_ptr, rows, width, row_stride, eps,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, PLUS_ONE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = (row < rows) & (column < width)
+    weight = _load_weight(weight_ptr, column, width, PLUS_ONE)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    x = tl.load(x_ptr + row.to(tl.int64) * row_stride + column, mask=inside, other=0.0).to(tl.float32)
+    out = _normalise(x, weight, width, eps).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row.to(tl.int64) * width + column, out, mask=inside)
+
+
+@triton.jit
+def add_rms_norm_kernel(
+    y_ptr, residual_ptr, weight_ptr, out_ptr, rows, width, split_stride, row_stride, eps,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, PLUS_ONE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = (row < rows) & (column < width)
+    weight = _load_weight(weight_ptr, column, width, PLUS_ONE)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    at = row.to(tl.int64) * width + column
+    dtype = residual_ptr.dtype.element_ty
+    x = tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    x += load_sum(y_ptr + row.to(tl.int64) * row_stride + column, inside, split_stride, SPLITS)
+    x = x.to(dtype)
+    tl.store(residual_ptr + at, x, mask=inside)
+    tl.store(out_ptr + at, _normalise(x.to(tl.float32), weight, width, eps).to(dtype), mask=inside)
