@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from arkbench import machine
+from arkbench import doctor_client, machine
 from arkbench.power import meter
 from arkbench.targets import bundled
 
@@ -37,6 +37,7 @@ def findings() -> Iterator[Finding]:
     yield f"copy bandwidth ({device})", f"{machine.copy_bandwidth(device) / 1e9:,.0f} GB/s read plus written"
     yield f"matrix rate ({device})", f"{machine.matrix_rate(device) / 1e12:,.2f} TFLOP/s"
     yield from _energy(device)
+    yield from doctor_client.findings()
 
 
 def _gpus(facts: dict) -> Iterator[Finding]:

@@ -11,6 +11,7 @@ import asyncio
 import gc
 import json
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -357,6 +358,8 @@ def main() -> None:
     parser.add_argument("schedule", type=json.loads, help="the arguments of known_answer.answer, as JSON")
     parser.add_argument("--port", type=int, default=0)
     options = parser.parse_args()
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     server = KnownAnswerServer(constant(**options.schedule), options.port)
     # What is kept of each request would grow without bound here, and nobody reads it.
     server.requests = deque(maxlen=1)  # type: ignore[assignment]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import resource
 import time
 from collections.abc import Callable
 
 import httpx
 
 from arkbench.targets._exchange import Exchange
-from arkbench.targets._job import LAG_PERIOD_S, Job, JobStats, WireRequest
+from arkbench.targets._job import LAG_PERIOD_S, Job, JobStats, WireRequest, peak_memory
 from arkbench.targets._plan import Plan
 from arkbench.targets.base import Answer
 
@@ -49,7 +48,7 @@ class HttpxClient:
             self._loop.run_until_complete(self._run(release))
         finally:
             self._loop.close()
-        self._stats.rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        self._stats.rss_bytes = peak_memory()
         return self._stats
 
     async def _run(self, release: float) -> None:

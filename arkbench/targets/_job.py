@@ -6,6 +6,7 @@ import json
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 PromptForm = Literal["ids", "text", "chat"]
@@ -116,12 +117,14 @@ class Job:
 class JobStats:
     """What a client process saw of itself. `lags_s`: how late its loop was, sampled every LAG_PERIOD_S.
 
-    `send_lags_s`: how late each request left against its due time. `cpu_s`, `wall_s`: from release to the end.
+    `send_lags_s`: how late each request left against its due time; `body_sent_s`: when its last byte had been handed
+    to the system, against the same (the raw client alone knows it). `cpu_s`, `wall_s`: from release to the end.
     `rss_bytes`: the most memory it held. `most_in_flight`: requests sent and not ended, at most.
     """
 
     lags_s: array = field(default_factory=lambda: array("d"))
     send_lags_s: array = field(default_factory=lambda: array("d"))
+    body_sent_s: array = field(default_factory=lambda: array("d"))
     cpu_s: float = 0.0
     wall_s: float = 0.0
     rss_bytes: int = 0
@@ -133,3 +136,15 @@ class JobStats:
 
 
 LAG_PERIOD_S = 0.005
+
+
+def peak_memory() -> int:
+    """The most memory this process has held, in bytes; 0 where the system does not say.
+
+    Not getrusage: its figure includes what the parent held when it started this process.
+    """
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM")), 0)

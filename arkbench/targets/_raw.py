@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import resource
 import select
 import socket
 import time
@@ -18,7 +17,7 @@ from collections.abc import Callable
 
 from arkbench.targets._exchange import Exchange
 from arkbench.targets._http1 import HttpError, ResponseParser
-from arkbench.targets._job import LAG_PERIOD_S, Job, JobStats, WireRequest
+from arkbench.targets._job import LAG_PERIOD_S, Job, JobStats, WireRequest, peak_memory
 from arkbench.targets._plan import Plan
 from arkbench.targets.base import Answer
 
@@ -26,17 +25,18 @@ _READ = 1 << 18
 _WRITE = 1 << 18
 _CONNECT_TIMEOUT_S = 10.0
 _CONNECT_WAVE = 128
+_SPIN_S = 0.004
 _IN, _OUT, _GONE = select.EPOLLIN, select.EPOLLOUT, select.EPOLLHUP | select.EPOLLERR
 
 
 class _Connection:
     """One socket and the exchange it carries, if any."""
 
-    __slots__ = ("connecting", "exchange", "lane", "out", "parser", "seen_head", "sock")
+    __slots__ = ("connecting", "exchange", "lane", "out", "parser", "seen_head", "sock", "writing")
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
-        self.connecting = True
+        self.connecting = self.writing = True
         self.exchange: Exchange | None = None
         self.parser = ResponseParser()
         self.out = memoryview(b"")
@@ -100,7 +100,7 @@ class RawClient:
         finally:
             gc.enable()
             self._close()
-        self._stats.rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        self._stats.rss_bytes = peak_memory()
         return self._stats
 
     def _wait_until(self, release: float) -> None:
@@ -207,6 +207,8 @@ class RawClient:
         try:
             sent = connection.sock.send(connection.out[:_WRITE])
             connection.out = connection.out[sent:]
+            if not connection.out and connection.exchange is not None:
+                self._stats.body_sent_s.append(time.monotonic() - connection.exchange.answer.scheduled)
         except BlockingIOError:
             pass
         except OSError:
@@ -215,8 +217,11 @@ class RawClient:
         self._watch(connection)
 
     def _watch(self, connection: _Connection) -> None:
-        if connection.sock.fileno() >= 0:
-            self._epoll.modify(connection.sock.fileno(), _IN | _OUT if connection.out else _IN)
+        """Asks for writability exactly while something waits to be written."""
+        writing = bool(connection.out)
+        if connection.writing != writing and connection.sock.fileno() >= 0:
+            connection.writing = writing
+            self._epoll.modify(connection.sock.fileno(), _IN | _OUT if writing else _IN)
 
     # ------------------------------------------------------------------------------------- receiving
 

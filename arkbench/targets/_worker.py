@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import select
 import signal
 import socket
@@ -96,10 +97,17 @@ def _run_job(channel: Channel, job: Job) -> None:
     session.finish(client.run(session.release if session.release is not None else time.monotonic()))
 
 
+def _raise_file_limit() -> None:
+    """As many open sockets as the system lets this process have."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 def main(fd: int) -> None:
     """Serves jobs until the harness closes its end."""
     # Ctrl-C reaches the whole process group: the harness decides what is cancelled.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _raise_file_limit()
     channel = Channel(socket.socket(fileno=fd))
     try:
         while True:
