@@ -55,7 +55,7 @@ class Engine:
             self._make_stage(decoder, memory.pages, device, dtype)
         with clock.part("graphs"):
             if config.graphs and device.type == "cuda":
-                self.stage.capture(config.max_streams)
+                self.stage.capture()
         self._requests_seen = 0
         self._events: list[TokenEvent] = []
         self.info = self._describe(decoder, memory.pages, dtype, clock, opened.notes)
@@ -79,7 +79,7 @@ class Engine:
             [layer.mixer for layer in self.model.layers], pages, config.page_size, config.max_streams, max_pages,
             stored_dtype(config.switches.cache_dtype, dtype), dtype, device,
         )  # fmt: skip
-        self.stage = Stage(decoder, cache, device, config.max_streams, config.max_model_len)
+        self.stage = Stage(decoder, cache, device, dtype, config.max_streams, config.max_model_len, ring_depth=4)
         self.scheduler = Scheduler(
             self.pool, config.page_size, config.max_streams, config.max_model_len, config.prefill_tokens,
             config.switches, frozenset(self.model.eos_token_ids),
@@ -152,9 +152,7 @@ class Engine:
             return
         self.config = config
         if "kernels" in changed:
-            self.stage.decoder.set_kernels(switches.kernels)
-            if self.stage.graphs is not None:
-                self.stage.capture(config.max_streams)
+            self.stage.set_kernels(switches.kernels)
         self.scheduler.switches = switches
         self.loop.kind = switches.loop
 

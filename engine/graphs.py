@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.inputs import StepInputs, StepShape
-from engine.scheduler import StepPlan
+from engine.order import StepOrder
 
 if TYPE_CHECKING:
     from engine.stage import Stage
@@ -35,16 +36,16 @@ class DecodeGraphs:
     """Captured once at the start, largest bucket first: the smaller ones reuse its memory.
 
     A step of n requests is replayed in the smallest bucket that holds n; the rest of its rows are padding (slot 0,
-    kv_len 0). The bound on kv_len in a graph is the longest request the engine takes.
+    kv_len 0). The bound on kv_len in a graph is the longest request the engine takes. A stage that does not sample
+    needs no second graph for rows that draw.
     """
 
-    def __init__(self, stage: Stage, max_streams: int) -> None:
+    def __init__(self, stage: Stage, buckets: Sequence[int]) -> None:
         self.stage = stage
         self._captured: dict[tuple[int, bool], _Captured] = {}
         self._pool = torch.cuda.graph_pool_handle()
-        self._sizes = buckets_up_to(max_streams)
-        for bucket in reversed(self._sizes):
-            for greedy in (True, False):
+        for bucket in reversed(buckets):
+            for greedy in (True, False) if stage.decoder.is_last else (True,):
                 self._captured[bucket, greedy] = self._capture(bucket, greedy)
 
     def _capture(self, bucket: int, greedy: bool) -> _Captured:
@@ -53,7 +54,12 @@ class DecodeGraphs:
 
         def step() -> None:
             inputs = StepInputs.over(buffer, shape)
-            stage.choose(stage.forward(inputs, True, 1, stage.max_model_len), inputs, greedy)
+            residual = None if stage.decoder.is_first else stage.hidden_in[:bucket]
+            result = stage.forward(inputs, True, 1, stage.max_model_len, residual)
+            if stage.decoder.is_last:
+                stage.choose(result, inputs, greedy)
+            else:
+                stage.hidden_out[:bucket].copy_(result)
 
         side = torch.cuda.Stream(stage.device)
         side.wait_stream(torch.cuda.current_stream(stage.device))
@@ -65,9 +71,8 @@ class DecodeGraphs:
             step()
         return _Captured(graph, shape, buffer)
 
-    def replay(self, plan: StepPlan, ring_row: int, greedy: bool) -> None:
-        """Runs a decode step; `greedy`: none of its requests draws."""
-        count = len(plan.pieces)
-        captured = self._captured[next(size for size in self._sizes if size >= count), greedy]
-        self.stage.upload(plan, ring_row, captured.shape, captured.buffer)
+    def replay(self, order: StepOrder) -> None:
+        """Runs a decode step whose shape is a bucket's."""
+        captured = self._captured[order.rows, order.greedy or not self.stage.decoder.is_last]
+        self.stage.upload(order, captured.buffer)
         captured.graph.replay()
