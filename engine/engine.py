@@ -42,6 +42,8 @@ class Engine:
         clock = _Clock()
         self.config = config
         device = torch.device(config.device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
         dtype = DTYPES[config.dtype or ("bf16" if device.type == "cuda" else "fp32")]
         with clock.part("open"):
             opened = open_weights(config, device, dtype)

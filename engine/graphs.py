@@ -1,4 +1,4 @@
-"""The decode step as CUDA graphs, one for each batch bucket."""
+"""The decode step as CUDA graphs, two for each batch bucket: all greedy, or with rows that draw."""
 
 from __future__ import annotations
 
@@ -40,19 +40,20 @@ class DecodeGraphs:
 
     def __init__(self, stage: Stage, max_streams: int) -> None:
         self.stage = stage
-        self._by_bucket: dict[int, _Captured] = {}
+        self._captured: dict[tuple[int, bool], _Captured] = {}
         self._pool = torch.cuda.graph_pool_handle()
-        for bucket in reversed(buckets_up_to(max_streams)):
-            self._by_bucket[bucket] = self._capture(bucket)
-        self._sizes = sorted(self._by_bucket)
+        self._sizes = buckets_up_to(max_streams)
+        for bucket in reversed(self._sizes):
+            for greedy in (True, False):
+                self._captured[bucket, greedy] = self._capture(bucket, greedy)
 
-    def _capture(self, bucket: int) -> _Captured:
+    def _capture(self, bucket: int, greedy: bool) -> _Captured:
         stage, shape = self.stage, StepShape(bucket, bucket, bucket)
         buffer = torch.zeros(StepInputs.nbytes(shape), dtype=torch.uint8, device=stage.device)
 
         def step() -> None:
             inputs = StepInputs.over(buffer, shape)
-            stage.choose(stage.forward(inputs, True, 1, stage.max_model_len), inputs)
+            stage.choose(stage.forward(inputs, True, 1, stage.max_model_len), inputs, greedy)
 
         side = torch.cuda.Stream(stage.device)
         side.wait_stream(torch.cuda.current_stream(stage.device))
@@ -64,8 +65,9 @@ class DecodeGraphs:
             step()
         return _Captured(graph, shape, buffer)
 
-    def replay(self, plan: StepPlan, ring_row: int) -> None:
+    def replay(self, plan: StepPlan, ring_row: int, greedy: bool) -> None:
+        """Runs a decode step; `greedy`: none of its requests draws."""
         count = len(plan.pieces)
-        captured = self._by_bucket[next(size for size in self._sizes if size >= count)]
+        captured = self._captured[next(size for size in self._sizes if size >= count), greedy]
         self.stage.upload(plan, ring_row, captured.shape, captured.buffer)
         captured.graph.replay()

@@ -84,5 +84,5 @@ class StepInputs:
             self.sample_rows, decode, max_query, max_kv,
         )  # fmt: skip
 
-    def sampling(self) -> SamplingTensors:
-        return SamplingTensors(self.temperature, self.top_k, self.top_p, self.seeds, self.sample_positions)
+    def sampling(self, greedy: bool) -> SamplingTensors:
+        return SamplingTensors(self.temperature, self.top_k, self.top_p, self.seeds, self.sample_positions, greedy)

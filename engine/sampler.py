@@ -18,6 +18,10 @@ def is_plain(sampling: SamplingParams) -> bool:
     return sampling.logprobs is None and sampling.min_tokens == 0
 
 
+def is_greedy(sampling: Sequence[SamplingParams]) -> bool:
+    return all(params.temperature == 0 for params in sampling)
+
+
 def forbid(logits: Tensor, banned: Sequence[tuple[int, frozenset[int]]]) -> Tensor:
     """logits [S, V] with the tokens of each (row, tokens) at minus infinity."""
     cells = [(row, token) for row, tokens in banned for token in sorted(tokens) if token < logits.shape[1]]

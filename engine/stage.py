@@ -16,10 +16,12 @@ from torch import Tensor
 from engine.cache import Cache
 from engine.graphs import DecodeGraphs
 from engine.inputs import StepInputs, StepShape
+from engine.kernels._launch import whole
 from engine.kernels.sample import sample
 from engine.models.decoder import Decoder
+from engine.request import SamplingParams
 from engine.rings import DownRing, UpRing
-from engine.sampler import TokenLogprobs, forbid, is_plain, log_probabilities
+from engine.sampler import TokenLogprobs, forbid, is_greedy, is_plain, log_probabilities
 from engine.scheduler import Piece, StepPlan
 
 RING_DEPTH = 4
@@ -72,15 +74,15 @@ class Stage:
         plain = not banned and all(is_plain(s) for s in sampling)
         row = plan.step % RING_DEPTH
         if plan.decode and plain and self.resident and self.graphs is not None:
-            self.graphs.replay(plan, row)
+            self.graphs.replay(plan, row, is_greedy(sampling))
             logprobs = None
         else:
-            logprobs = self._run_eagerly(plan, row, banned, [s.logprobs for s in sampling])
+            logprobs = self._run_eagerly(plan, row, banned, sampling)
         self.down.fetch(row)
         return StepResult(plan, self.down, row, len(sampling), logprobs)
 
     def _run_eagerly(
-        self, plan: StepPlan, row: int, banned: list[tuple[int, frozenset[int]]], wanted: list[int | None]
+        self, plan: StepPlan, row: int, banned: list[tuple[int, frozenset[int]]], sampling: list[SamplingParams]
     ) -> list[TokenLogprobs | None] | None:
         shape = plan_shape(plan)
         inputs = self.upload(plan, row, shape, None)
@@ -88,9 +90,12 @@ class Stage:
         logits = self.forward(inputs, plan.decode, max(piece.count for piece in plan.pieces), longest)
         if shape.samples == 0:
             return None
-        logits = forbid(logits, banned)
-        tokens = self.choose(logits, inputs)
-        if all(n is None for n in wanted):
+        wanted = [params.logprobs for params in sampling]
+        wants_logprobs = any(n is not None for n in wanted)
+        if banned or wants_logprobs:
+            logits = forbid(whole(logits), banned)
+        tokens = self.choose(logits, inputs, is_greedy(sampling))
+        if not wants_logprobs:
             return None
         return log_probabilities(logits, tokens, wanted)
 
@@ -102,15 +107,15 @@ class Stage:
         return StepInputs.over(self.up.send(host, nbytes, into), shape)
 
     def forward(self, inputs: StepInputs, decode: bool, max_query: int, max_kv: int) -> Tensor:
-        """The decoder over the packed inputs: logits [S, vocab]."""
+        """The decoder over the packed inputs: logits [S, vocab] or Partials."""
         if decode and self.resident:
             inputs.tokens = self.token_pool.index_select(0, inputs.state_slots)
         page_table = self.cache.page_table.index_select(0, inputs.state_slots)
         return self.decoder(inputs.batch(page_table, decode, max_query, max_kv), self.cache.layers)
 
-    def choose(self, logits: Tensor, inputs: StepInputs) -> Tensor:
-        """Samples; the tokens [S] int32 go into the token pool and into the output ring."""
-        tokens = sample(logits, inputs.sampling())
+    def choose(self, logits: Tensor, inputs: StepInputs, greedy: bool) -> Tensor:
+        """Samples (`greedy`: no row draws); the tokens [S] int32 go into the token pool and into the output ring."""
+        tokens = sample(logits, inputs.sampling(greedy))
         self.token_pool.index_copy_(0, inputs.sample_slots, tokens)
         self.down.store(inputs.ring, tokens)
         return tokens

@@ -37,7 +37,7 @@ class AttentionLayer:
         """x [T, H] -> [T, H] or Partials."""
         q, gate = qk_norm_rope_write(
             self.qkv.partials(x), self.spec, self.q_norm, self.k_norm, self.qkv_bias, self.eps, self.plus_one,
-            self.table, batch, cache,
+            self.table, batch, cache, x.dtype,
         )  # fmt: skip
         attend = decode_attention if batch.decode else prefill_attention
         out = attend(q, cache, batch, self.spec.scale, self.spec.window, self.sinks)

@@ -19,4 +19,4 @@ class DenseFfnLayer:
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         """x [T, H] -> [T, H] or Partials."""
-        return self.down.partials(silu_mul(self.gate_up.partials(x)))
+        return self.down.partials(silu_mul(self.gate_up.partials(x), x.dtype))

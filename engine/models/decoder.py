@@ -71,7 +71,7 @@ class Decoder:
     def __call__(self, batch: Batch, caches: list[LayerCache | StateCache], residual: Tensor | None = None) -> Tensor:
         """Runs one step. `caches`: one for each layer held here. `residual` [T, H]: what the stage before handed over.
 
-        Returns the logits [S, vocab] of `batch.sample_rows` on the last stage, else the residual [T, H].
+        Returns the logits of `batch.sample_rows`, [S, vocab] or Partials, on the last stage, else the residual [T, H].
         """
         if residual is None:
             residual = self.embed(batch.tokens)
@@ -92,7 +92,7 @@ class Decoder:
         if not batch.decode:
             rows = batch.sample_rows
             y, residual = y.index_select(-2, rows), residual.index_select(0, rows)
-        return self.head(self.norm.add(y, residual))
+        return self.head.partials(self.norm.add(y, residual))
 
 
 def weight_bytes(decoder: Decoder) -> tuple[int, int]:
