@@ -67,7 +67,9 @@ class LayerCache:
 class StateCache:
     """The recurrent state of one DeltaNet layer, by slot; slot 0 is the null slot.
 
-    conv [slots, channels, conv - 1] in the activation dtype; state [slots, value_heads, key_dim, value_dim] float32.
+    conv [slots, conv, channels] in the activation dtype: the input column of position p stands in row p % conv, so that
+    a step writes a row which nobody reads. state [slots, value_heads, key_dim, value_dim] float32.
+    A request at position 0 starts from zeros whatever its slot holds: a slot needs no clearing.
     """
 
     conv: Tensor

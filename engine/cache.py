@@ -47,7 +47,7 @@ def state_bytes(mixer: Mixer, activations: torch.dtype) -> int:
     if not isinstance(mixer, DeltaNet):
         return 0
     state = mixer.value_heads * mixer.key_dim * mixer.value_dim * 4
-    return state + conv_channels(mixer) * (mixer.conv - 1) * activations.itemsize
+    return state + conv_channels(mixer) * mixer.conv * activations.itemsize
 
 
 def model_token_bytes(config: ModelConfig, stored: torch.dtype) -> int:
@@ -114,7 +114,7 @@ def _allocate(
     device: torch.device,
 ) -> LayerCache | StateCache:
     if isinstance(mixer, DeltaNet):
-        conv = torch.zeros((slots, conv_channels(mixer), mixer.conv - 1), dtype=activations, device=device)
+        conv = torch.zeros((slots, mixer.conv, conv_channels(mixer)), dtype=activations, device=device)
         shape = (slots, mixer.value_heads, mixer.key_dim, mixer.value_dim)
         return StateCache(conv, torch.zeros(shape, dtype=torch.float32, device=device))
     heads, k_width, v_width = _widths(mixer)

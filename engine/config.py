@@ -94,7 +94,10 @@ class DenseFfn:
 
 @dataclass(frozen=True)
 class MoeFfn:
-    """Mixture of experts. `shared` is the width of the expert that every token visits (0: none)."""
+    """Mixture of experts. `shared` is the width of the expert that every token visits (0: none).
+
+    `codes`: the 4-bit form in which the published checkpoint holds the experts (see engine/quant.py).
+    """
 
     experts: int
     top_k: int
@@ -110,6 +113,7 @@ class MoeFfn:
     clamp: float | None = None
     alpha: float = 1.0
     interleaved_gate_up: bool = False
+    codes: Literal["int4", "mxfp4"] = "int4"
 
 
 Mixer = Attention | DeltaNet | LatentAttention

@@ -149,3 +149,104 @@ def quantize(w: Tensor, group: int | None = None, scale_dtype: torch.dtype = tor
     divisor = torch.where(scales == 0, torch.ones_like(scales), scales).float()
     codes = torch.clamp(torch.round(padded / divisor) + 8, 0, 15).to(torch.uint8)
     return pack(codes.reshape(n, groups * group)[:, :k], scales.squeeze(2), None, group)
+
+
+# ---------------------------------------------------------------------------------------------- experts
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+@dataclass(frozen=True)
+class QuantExperts:
+    """The same matrix of E experts, one after the other in the canonical form.
+
+    packed uint8 [E, n_tiles, k_tiles, 2048]; scales [E, n_tiles, groups, 64]. `codes`:
+    "int4": w = (code - 8) * scale, scales in bf16, fp16 or fp32;
+    "mxfp4": w = e2m1(code) * 2^(scale - 127), scales uint8 (e8m0), group 32 (OCP Microscaling Formats 1.0).
+    """
+
+    packed: Tensor
+    scales: Tensor
+    n: int
+    k: int
+    group: int
+    codes: str = "int4"
+
+    @property
+    def count(self) -> int:
+        return self.packed.shape[0]
+
+    @property
+    def n_tiles(self) -> int:
+        return self.packed.shape[1]
+
+    @property
+    def k_tiles(self) -> int:
+        return self.packed.shape[2]
+
+    @property
+    def expert_nbytes(self) -> int:
+        """Bytes of one expert."""
+        total = self.packed.numel() + self.scales.numel() * self.scales.element_size()
+        return total // self.count
+
+    @property
+    def nbytes(self) -> int:
+        return self.expert_nbytes * self.count
+
+    def to(self, device: str | torch.device) -> QuantExperts:
+        return QuantExperts(self.packed.to(device), self.scales.to(device), self.n, self.k, self.group, self.codes)
+
+    def expert(self, index: int) -> QuantWeight:
+        """One expert's codes and scales, sharing this memory (for mxfp4 only `unpack` of it has a meaning)."""
+        return QuantWeight(self.packed[index], self.scales[index], None, self.n, self.k, self.group)
+
+
+def permute_rows(weight: QuantWeight, order: Tensor) -> QuantWeight:
+    """The weight whose row i is row order[i] of `weight`; order int64 [n]."""
+
+    def rows(values: Tensor) -> Tensor:
+        return values.transpose(1, 2).reshape(weight.n_tiles * TILE_N, -1)[order]
+
+    zeros = None if weight.zeros is None else rows(weight.zeros)
+    return pack(unpack(weight)[order], rows(weight.scales), zeros, weight.group)
+
+
+def pad_tiles(weight: QuantWeight, n_tiles: int, k_tiles: int) -> QuantWeight:
+    """The weight with tiles of zeros added until it has n_tiles x k_tiles of them; n and k count them all."""
+    groups = -(-k_tiles * TILE_K // weight.group)
+    packed = weight.packed.new_zeros((n_tiles, k_tiles, TILE_BYTES))
+    packed[: weight.n_tiles, : weight.k_tiles] = weight.packed
+    scales = weight.scales.new_zeros((n_tiles, groups, TILE_N))
+    scales[: weight.n_tiles, : weight.scales.shape[1]] = weight.scales
+    return QuantWeight(packed, scales, None, n_tiles * TILE_N, k_tiles * TILE_K, weight.group)
+
+
+def stack_experts(weights: list[QuantWeight], codes: str = "int4") -> QuantExperts:
+    """Stacks equally shaped symmetric weights; raises ValueError where they differ or have zero points."""
+    first = weights[0]
+    for w in weights:
+        if w.zeros is not None or (w.n, w.k, w.group) != (first.n, first.k, first.group):
+            raise ValueError("stacked experts must be symmetric and of one shape and group")
+    packed = torch.stack([w.packed for w in weights])
+    return QuantExperts(packed, torch.stack([w.scales for w in weights]), first.n, first.k, first.group, codes)
+
+
+def dequantize_expert(experts: QuantExperts, index: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The reference dequantization of one expert, [n, k]: float32 arithmetic, rounded once to dtype."""
+    weight = experts.expert(index)
+    if experts.codes == "int4":
+        return dequantize(weight, dtype)
+    codes = unpack(weight).long()
+    table = torch.tensor(E2M1 + tuple(-v for v in E2M1), device=codes.device)
+    exponents = expand_groups(weight.scales.float(), weight) - 127
+    return (table[codes] * torch.exp2(exponents)).to(dtype)
+
+
+def pack_mxfp4(blocks: Tensor, scales: Tensor) -> QuantWeight:
+    """Published MXFP4 of one matrix into the canonical form, exactly.
+
+    blocks uint8 [N, K / 32, 16]: two e2m1 codes a byte, the even input in the low nibble; scales uint8 [N, K / 32].
+    """
+    codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).reshape(blocks.shape[0], -1)
+    return pack(codes, scales, None, 32)

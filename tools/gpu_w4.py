@@ -1,202 +1,209 @@
-"""Checks and times variants of the 4-bit product on a GPU: one call, a short table, full rows in a JSON file.
+"""Checks, tunes and times the 4-bit product on a GPU: one call, a short table, full rows and the tuned plans in files.
 
-Timing: a CUDA graph of one launch a weight over weights that together exceed the L2 four times, replayed; median.
+Timing: a CUDA graph of one launch a weight over weights that together exceed the L2 four times, replayed; the median.
+The whole operation counts: partial sums, their reduction, the output in bf16. References: cuBLAS on bf16 weights and
+PyTorch's own int4 product (tinygemm).
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import multiprocessing
 import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-SHAPES = [(34816, 5120), (5120, 17408), (14336, 5120), (5120, 6144), (24576, 4096), (4096, 12288)]
+from engine.kernels import w4
+from engine.kernels.w4 import Plan
+from engine.quant import QuantWeight, dequantize
+
+PEERS = [(34816, 5120), (5120, 17408), (14336, 5120), (5120, 6144), (24576, 4096), (4096, 12288)]
+MODELS = [
+    (3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192), (128256, 2048),
+    (6144, 4096), (4096, 4096), (151936, 4096),
+    (10240, 5120), (5120, 8192), (51200, 5120), (5120, 25600), (151936, 5120),
+]  # fmt: skip
 BANDWIDTH = 4.3e12
 
 
-def random_weight(n: int, k: int):
-    from engine.quant import QuantWeight
-
-    packed = torch.randint(0, 256, (-(-n // 64), -(-k // 64), 2048), dtype=torch.uint8, device="cuda")
+def random_weight(n: int, k: int) -> QuantWeight:
+    packed = torch.randint(0, 256, (-(-n // 64), k // 64, 2048), dtype=torch.uint8, device="cuda")
     scales = torch.rand((-(-n // 64), k // 128, 64), device="cuda").mul_(0.02).add_(0.001).to(torch.bfloat16)
     return QuantWeight(packed, scales, None, n, k, 128)
 
 
-WORK = {}
+def product(x: torch.Tensor, w: QuantWeight, p: Plan) -> torch.Tensor:
+    y = w4._stream(x, w, p) if p.kind == "stream" else w4._tile(x, w, p)
+    return y if y.dim() == 2 else w4.sum_partials(y, x.dtype)
 
 
-def workspace():
-    if not WORK:
-        WORK["parts"] = torch.full((1 << 26,), float("nan"), device="cuda")
-        WORK["arrived"] = torch.zeros(1 << 16, dtype=torch.int32, device="cuda")
-    return WORK["parts"], WORK["arrived"]
-
-
-def stream(x, w, v, out):
-    from engine.kernels.w4_gluon import w4_stream_kernel
-
-    m = max(8, 1 << (x.shape[0] - 1).bit_length())
-    per_slice = -(-(w.k_tiles // 2) // v["splits"]) * 2
-    bucket = next(b for b in (8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 136, 272) if b >= per_slice)
-    return w4_stream_kernel[(v["blocks"] * v["splits"],)](
-        x, w.packed.view(torch.int32), w.scales, out, *workspace(), x.shape[0], w.n, w.k, x.stride(0), w.n // v["bn"],
-        w.k_tiles, per_slice, v["splits"],
-        M=m, BN=v["bn"], SLICE=bucket, GROUP_TILES=2, STAGES=v["stages"], PDL=v["pdl"],
-        num_warps=4, launch_pdl=v["pdl"],
-    )  # fmt: skip
-
-
-def tile(x, w, v, out):
-    from engine.kernels.w4_gluon import w4_tile_kernel
-
-    grid = (-(-x.shape[0] // v["m"]), -(-w.n // v["bn"]), v["splits"])
-    per_slice = -(-(w.k_tiles // 2) // v["splits"]) * 2
-    return w4_tile_kernel[grid](
-        x, w.packed.view(torch.int32), w.scales, out, *workspace(), x.shape[0], w.n, w.k, x.stride(0), w.n_tiles,
-        w.k_tiles, per_slice,
-        M=v["m"], BN=v["bn"], WARPS=v["warps"], GROUP_TILES=2, STAGES=v["stages"], PDL=v["pdl"],
-        num_warps=v["warps"], launch_pdl=v["pdl"],
-    )  # fmt: skip
-
-
-def timed(launches, replays=9) -> float:
-    """Microseconds of one launch: median over replays of a graph that holds all of them."""
-    stream_ = torch.cuda.Stream()
-    with torch.cuda.stream(stream_):
+def timed(launches: list[Callable[[], object]], replays: int = 7) -> float:
+    """Microseconds of one launch: the median over replays of a graph that holds all of them."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
         for launch in launches:
             launch()
-        stream_.synchronize()
+        stream.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream_):
+        with torch.cuda.graph(graph, stream=stream):
             for launch in launches:
                 launch()
         times = []
         for _ in range(replays + 1):
-            a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            a.record(stream_)
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record(stream)
             graph.replay()
-            b.record(stream_)
-            stream_.synchronize()
-            times.append(a.elapsed_time(b) * 1e3 / len(launches))
+            end.record(stream)
+            stream.synchronize()
+            times.append(begin.elapsed_time(end) * 1e3 / len(launches))
     return sorted(times[1:])[replays // 2]
 
 
-KINDS = [dict(bn=64, stages=4), dict(bn=64, stages=6), dict(bn=128, stages=3), dict(bn=128, stages=4)]
-
-
-def stream_variants(n, k, m):
-    groups = k // 128
-    for kind, splits, steps in itertools.product(KINDS, (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16), (1, 2, 3, 4, 5, 6, 8, 12)):
-        n_blocks = n // kind["bn"]
-        slice_groups = -(-groups // splits)
-        smem = slice_groups * 2 * max(8, m) * 128 + kind["stages"] * kind["bn"] * 66 + kind["bn"] * max(m, 8) * 4
-        blocks = -(-n_blocks // steps)
-        ctas = blocks * splits
-        if smem > 110_000 or not 120 < ctas < 1200 or m > 32 or (m > 16 and kind["bn"] == 128):
+def candidates(n: int, k: int, rows: int) -> Iterator[Plan]:
+    """The plans worth timing: those that fill the GPU about evenly and whose parts are few beside the weight."""
+    groups, tiles = k // 128, -(-n // 64)
+    if rows <= 16:
+        found = []
+        for block, splits, steps, stages in (
+            (b, s, t, g) for b in (64, 128) for s in range(1, 25) for t in (1, 2, 3, 4, 5, 6, 8, 11) for g in (3, 4)
+        ):
+            per_slice = -(-groups // splits)
+            blocks = -(-tiles * 64 // block)
+            programs = -(-blocks // steps) * splits
+            smem = per_slice * rows * 256 + stages * block * 66
+            if (splits - 1) * per_slice >= groups or smem > 100_000 or tiles * 64 % block or splits * rows * 8 > k:
+                continue
+            resident = 132 * min(228_000 // (smem + 1024), 3 if block == 128 else 5)
+            waves = -(-programs // resident)
+            waste = waves * resident * steps * per_slice / (blocks * groups)
+            found.append(
+                (waste + 4.0 * splits * rows / k + 1.5 / (waves * steps * per_slice), block, splits, steps, stages)
+            )
+        for _, block, splits, steps, stages in sorted(found)[:14]:
+            yield Plan("stream", rows, block, splits, stages, steps=steps)
+        return
+    found = []
+    for program_rows, block, warps in ((32, 64, 4), (32, 128, 4), (64, 64, 4), (64, 128, 4), (64, 128, 8), (128, 64, 4),
+                                       (128, 128, 8), (128, 128, 4)):  # fmt: skip
+        if program_rows > rows or program_rows < min(rows, 128) // 2 or tiles * 64 % block:
             continue
-        if splits * m * 8 > k or (splits - 1) * slice_groups >= groups:
-            continue
-        yield dict(kind, splits=splits, blocks=blocks, pdl=True)
+        for splits in (1, 2, 3, 4, 6, 8) if rows < 128 else (1, 2, 3, 6):
+            programs = rows // program_rows * -(-tiles * 64 // block) * splits
+            if groups // splits < 3 or programs > 1600 or (programs < 120 and splits < 6):
+                continue
+            for stages in (3, 4) if rows < 128 else (3,):
+                smem = stages * (program_rows * 256 + block * 66)
+                if smem < 200_000:
+                    found += [Plan("tile", program_rows, block, splits, stages, warps, parts=parts) for parts in
+                              ((False, True) if splits > 1 else (False,))]  # fmt: skip
+    yield from found
 
 
-def tile_variants(n, k, m):
-    for bm, bn, warps, stages, splits in itertools.product(
-        (32, 64, 128, 256), (64, 128, 256), (4, 8), (3, 4, 6), (1, 2, 3, 4, 6, 8)
-    ):
-        if bm > max(32, m) or bm < min(m, 128) or bn * bm // warps > 4096 or bn // warps < 16 or bn * bm // warps < 512:
-            continue
-        smem = stages * (bm * 128 + bn * 34) + bm * bn * (4 if splits > 1 else 2)
-        ctas = -(-m // bm) * -(-n // bn) * splits
-        if smem > 225_000 or not 100 < ctas < 1200 or (splits > 1 and splits * m * n > 1 << 26):
-            continue
-        yield dict(m=bm, bn=bn, warps=warps, stages=stages, splits=splits, pdl=True)
-
-
-def reference(x, w):
-    from engine.quant import dequantize
-
-    return x.double() @ dequantize(w, torch.float64).T
-
-
-def compile_one(job):
-    kind, n, k, m, v = job
+def compile_plan(job: tuple[int, int, int, Plan]) -> str | None:
+    n, k, rows, p = job
     try:
-        torch.cuda.set_device(0)
-        w = random_weight(n if n < 1024 else 1024, k)
-        x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-        out = torch.empty(m, w.n, device="cuda", dtype=x.dtype)
-        (stream if kind == "stream" else tile)(x, w, dict(v, blocks=4), out)
+        x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
+        product(x, random_weight(min(n, 512), k), p)
         torch.cuda.synchronize()
-        return None
     except Exception as error:
         return f"{job}: {type(error).__name__} {str(error)[:300]}"
+    return None
+
+
+def compile_key(job: tuple[int, int, int, Plan]) -> tuple:
+    _, k, rows, p = job
+    slice_tiles = -(-(-(-(k // 128) // p.splits) * 2) // 4) if p.kind == "stream" else 0
+    return p.kind, p.rows, p.block, p.stages, p.warps, p.parts, p.splits == 1, slice_tiles, k % 1024 == 0, rows == 1
+
+
+def references(weights: list[QuantWeight], x: torch.Tensor) -> dict[str, float]:
+    found = {}
+    dense = [dequantize(w, torch.bfloat16) for w in weights[: max(2, len(weights) // 4)]]
+    found["cublas"] = timed([lambda d=d: x @ d.T for d in dense])
+    del dense
+    found["dequantize"] = timed([lambda w=w: w4.w4_dequantize(w, x.dtype) for w in weights])
+    if x.shape[0] <= 8:
+        found["standard"] = timed([lambda w=w: w4.w4_standard(x, w) for w in weights])
+    if x.shape[0] <= 16:
+        n, k = weights[0].n, weights[0].k
+        form = (n // 8, k // 128, 32, 4)
+        packed = [torch.randint(0, 2**31 - 1, form, dtype=torch.int32, device="cuda") for _ in weights]
+        scales = torch.rand(k // 128, n, 2, device="cuda", dtype=torch.bfloat16)
+        found["tinygemm"] = timed([lambda p=p: torch.ops.aten._weight_int4pack_mm(x, p, 128, scales) for p in packed])
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rows", default="1,16,64")
-    parser.add_argument("--tile-rows", default="128,256")
-    parser.add_argument("--shapes", default="0,1,2,3,4,5")
-    parser.add_argument("--out", default="w4.json")
-    parser.add_argument("--show", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=240)
+    parser.add_argument("--rows", default="8,16,32,64,128,256")
+    parser.add_argument("--shapes", default="peers", choices=["peers", "models", "all"])
+    parser.add_argument("--tune", action="store_true", help="time every candidate, not only the plan in use")
+    parser.add_argument("--references", action="store_true")
+    parser.add_argument("--out", default=".", type=Path)
+    parser.add_argument("--seconds", type=float, default=200)
     args = parser.parse_args()
     start = time.time()
-    shapes = [SHAPES[int(i)] for i in args.shapes.split(",")]
-    jobs = []
+    shapes = {"peers": PEERS, "models": MODELS, "all": PEERS + MODELS}[args.shapes]
+    row_counts = [int(r) for r in args.rows.split(",")]
+    gpu, processors, _ = w4._gpu(torch.device("cuda"))
+
+    def plans(n: int, k: int, m: int) -> list[Plan]:
+        return (
+            list(candidates(n, k, m))
+            if args.tune
+            else [w4.plan(-(-n // 64), k // 64, 2, w4._bucket(m), gpu, processors)]
+        )
+
+    jobs = [(n, k, m, p) for n, k in shapes for m in row_counts for p in plans(n, k, m)]
+    unique = list({compile_key(job): job for job in jobs}.values())
+    with multiprocessing.get_context("spawn").Pool(15) as pool:
+        failures = [f for f in pool.map(compile_plan, unique, chunksize=2) if f]
+    print(f"compiled {len(unique)} kernels in {time.time() - start:.0f} s, {len(failures)} failed")
+    for failure in failures[:3]:
+        print("  ", failure)
+    tuned, table = {}, []
     for n, k in shapes:
-        for m in [int(r) for r in args.rows.split(",") if r]:
-            jobs += [("stream", n, k, m, v) for v in stream_variants(n, k, m)]
-        for m in [int(r) for r in args.tile_rows.split(",") if r]:
-            jobs += [("tile", n, k, m, v) for v in tile_variants(n, k, m)]
-    seen, unique = set(), []
-    for kind, n, k, m, v in jobs:
-        key = (kind, k if kind == "stream" else 0, max(8, m) if kind == "stream" else 0,
-               tuple(sorted((a, b) for a, b in v.items() if a != "blocks")))  # fmt: skip
-        if key not in seen:
-            seen.add(key)
-            unique.append((kind, n, k, m, v))
-    with multiprocessing.get_context("spawn").Pool(14) as pool:
-        failures = [f for f in pool.map(compile_one, unique, chunksize=4) if f]
-    print(f"compiled {len(unique)} kernels in {time.time() - start:.0f} s; failed: {len(failures)}")
-    for f in failures[:5]:
-        print("  ", f)
-    rows = []
-    for n, k in shapes:
-        one = random_weight(n, k)
-        copies = max(2, int(260e6 // one.nbytes) + 1)
-        weights = [random_weight(n, k) for _ in range(copies)]
-        for m in sorted({j[3] for j in jobs}):
+        nbytes = random_weight(n, k).nbytes
+        weights = [random_weight(n, k) for _ in range(max(2, int(250e6 // nbytes) + 1))]
+        for m in row_counts:
             x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-            truth = reference(x, weights[0])
+            truth = x.double() @ dequantize(weights[0], torch.bfloat16 if n > 100_000 else torch.float64).double().T
             results = []
-            for job in [j for j in jobs if (j[1], j[2], j[3]) == (n, k, m)]:
-                v = job[4]
+            for _, _, _, p in [j for j in jobs if j[:3] == (n, k, m)]:
                 if time.time() - start > args.seconds:
-                    break
+                    continue
                 try:
-                    out = torch.full((m, n), float("nan"), device="cuda", dtype=torch.bfloat16)
-                    launch = stream if job[0] == "stream" else tile
-                    run = lambda w: launch(x, w, v, out)  # noqa: B023, E731
-                    run(weights[0])
-                    error = ((out.double() - truth).norm() / truth.norm()).item()
-                    us = timed([lambda w=w: run(w) for w in weights])
-                    results.append(dict(n=n, k=k, rows=m, kind=job[0], **v, error=error, us=us))
+                    got = product(x, weights[0], p).double()
+                    error = ((got - truth).norm() / truth.norm()).item()
+                    same = torch.equal(got, product(x, weights[0], p).double())
+                    if not (error < 4e-3 and same):
+                        print(f"WRONG {n}x{k} m={m} {p} error {error:.1e} repeatable {same}")
+                        continue
+                    results.append((timed([lambda w=w, x=x, p=p: product(x, w, p) for w in weights]), error, p))
                 except Exception as problem:
-                    print("failed", job, str(problem)[:200])
-            results.sort(key=lambda r: r["us"])
-            rows += results
-            limit = one.nbytes / BANDWIDTH * 1e6
-            for r in results[: args.show]:
-                show = " ".join(f"{a}={b}" for a, b in r.items() if a not in ("n", "k", "rows", "us", "error", "pdl"))
-                print(f"{n}x{k} m={m} {r['us']:.1f} us ({limit / r['us']:.0%} of {limit:.1f}) err {r['error']:.1e} {show}")
+                    print("failed", (n, k, m, p), str(problem)[:200])
+            if not results:
+                continue
+            us, error, best = min(results, key=lambda r: r[0])
+            tuned[f"{-(-n // 64)}x{k // 64}x2:{w4._bucket(m)}"] = asdict(best)
+            limit = nbytes / BANDWIDTH * 1e6
+            row = {"n": n, "k": k, "rows": m, "us": us, "error": error, "limit_us": limit, "plan": asdict(best)}
+            if args.references:
+                row |= references(weights, x)
+            table.append(row)
+            more = " ".join(
+                f"{key} {row[key]:.1f}" for key in ("cublas", "dequantize", "standard", "tinygemm") if key in row
+            )
+            print(f"{n}x{k} m={m} {us:.1f} us {row['limit_us'] / us:.0%} | {best.kind} r{best.rows} b{best.block} "
+                  f"s{best.splits} t{best.steps} g{best.stages} w{best.warps} p{best.parts:d} | {more}")  # fmt: skip
         del weights
-    Path(args.out).write_text(json.dumps(rows))
-    print(f"{time.time() - start:.0f} s in all")
+    (args.out / "w4.json").write_text(json.dumps(table))
+    (args.out / "tuned.json").write_text(json.dumps({"w4": tuned}, indent=0))
+    print(f"{time.time() - start:.0f} s")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.batch import Batch, LayerCache
 from engine.kernels._launch import launch, multiprocessors, power_of_2
-from engine.kernels.attention_prefill import LOG2_E, compute_dtype, prefill_attention_reference, triton_dtype
+from engine.kernels.attention_prefill import LOG2_E, compute_dtype, fast_int8, prefill_attention_reference, triton_dtype
 
 
 def decode_attention_reference(
@@ -43,12 +43,13 @@ def segment_length(kv_heads: int) -> int:
 
 
 def decode_config(head_dim: int, cache_bytes: int) -> dict[str, int]:
-    """Keys of a tile, warps, stages, and programs a multiprocessor (what shared memory holds of them on sm_90)."""
+    """Keys of a tile, warps, stages, and programs a multiprocessor (what shared memory holds of them on sm_90).
+
+    Half of the stages go to the page ids, which the pages wait for: five keep two tiles of keys in flight.
+    """
     if cache_bytes == 4:
         return {"BLOCK_N": 16, "num_warps": 4, "num_stages": 1, "programs": 2}
-    if head_dim > 128:
-        return {"BLOCK_N": 32, "num_warps": 4, "num_stages": 3 if cache_bytes == 1 else 2, "programs": 3}
-    return {"BLOCK_N": 64, "num_warps": 4, "num_stages": 3 if cache_bytes == 1 else 2, "programs": 3}
+    return {"BLOCK_N": 32 if head_dim > 128 else 64, "num_warps": 4, "num_stages": 5, "programs": 3}
 
 
 def decode_attention_triton(
@@ -83,8 +84,9 @@ def decode_attention_triton(
         q, partial, lse, cache.k, cache.v, cache.k_scale, cache.v_scale, batch.kv_len, batch.page_table,
         batch.page_table.stride(0), requests, segments, scale * LOG2_E,
         KV_HEADS=kv_heads, GROUP=group, DIM=dim, DIM_BLOCK=dim_block, PAGE=page_size, SEGMENT=segment,
-        BLOCK_M=max(16, power_of_2(group)), REQUESTS=power_of_2(requests), WINDOW=window or 0,
-        EIGHT_BIT=cache.k_scale is not None, COMPUTE=triton_dtype(compute_dtype(q, cache)), CONTIGUOUS=contiguous,
+        BLOCK_M=max(16, power_of_2(group)), REQUESTS=max(64, power_of_2(requests)), WINDOW=window or 0,
+        EIGHT_BIT=cache.k_scale is not None, FAST_INT8=fast_int8(q, cache),
+        COMPUTE=triton_dtype(compute_dtype(q, cache)), CONTIGUOUS=contiguous,
         ONE_PAGE=page_size % config["BLOCK_N"] == 0, **config,
     )  # fmt: skip
     launch(

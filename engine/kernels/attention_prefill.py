@@ -79,13 +79,19 @@ def prefill_attention(
 
 
 def compute_dtype(q: Tensor, cache: LayerCache) -> torch.dtype:
-    """The dtype of the two matrix products: that of a 16- or 32-bit cache; for 8 bits the cheapest conversion.
+    """The dtype of the two matrix products: that of a 16- or 32-bit cache; float16 for 8 bits.
 
-    sm_90 turns e4m3 into float16 in one instruction a pair, int8 into bfloat16 without the slow integer path.
+    sm_90 turns e4m3 into float16 in one instruction a pair; int8 becomes float16 in six instructions for four values
+    (see _convert). Both are exact.
     """
-    if cache.k.dtype == torch.float8_e4m3fn:
-        return torch.float16
-    return q.dtype if cache.k.dtype == torch.int8 else cache.k.dtype
+    if cache.k_scale is None:
+        return cache.k.dtype
+    return torch.float32 if q.dtype == torch.float32 and cache.k.dtype == torch.int8 else torch.float16
+
+
+def fast_int8(q: Tensor, cache: LayerCache) -> bool:
+    """Whether int8 pages are converted by inline assembly, which Triton's interpreter does not have."""
+    return cache.k.dtype == torch.int8 and compute_dtype(q, cache) == torch.float16 and capability(q) >= (8, 0)
 
 
 def prefill_config(head_dim: int, cache_bytes: int, major: int, minor: int) -> dict[str, int]:
@@ -136,8 +142,9 @@ def prefill_attention_triton(
         q, out, cache.k, cache.v, cache.k_scale, cache.v_scale, sinks,
         batch.query_start, batch.kv_len, batch.page_table, batch.page_table.stride(0), requests, rows, scale * LOG2_E,
         KV_HEADS=kv_heads, GROUP=group, DIM=dim, DIM_BLOCK=max(16, power_of_2(dim)), PAGE=page_size,
-        REQUESTS=power_of_2(requests), WINDOW=window or 0, SINKS=sinks is not None,
-        EIGHT_BIT=cache.k_scale is not None, COMPUTE=triton_dtype(compute_dtype(q, cache)), CONTIGUOUS=contiguous,
+        REQUESTS=max(64, power_of_2(requests)), WINDOW=window or 0, SINKS=sinks is not None,
+        EIGHT_BIT=cache.k_scale is not None, FAST_INT8=fast_int8(q, cache),
+        COMPUTE=triton_dtype(compute_dtype(q, cache)), CONTIGUOUS=contiguous,
         ONE_PAGE=page_size % config["BLOCK_N"] == 0, **config,
     )  # fmt: skip
     return out

@@ -22,7 +22,7 @@ def _normalise(x, weight, width, eps):
     return x * tl.rsqrt(mean + eps)[:, None] * weight
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def rms_norm_kernel(
     x_ptr, weight_ptr, out_ptr, rows, width, row_stride, eps,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, PLUS_ONE: tl.constexpr, PDL: tl.constexpr,
@@ -39,7 +39,7 @@ def rms_norm_kernel(
     tl.store(out_ptr + row.to(tl.int64) * width + column, out, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def add_rms_norm_kernel(
     y_ptr, residual_ptr, weight_ptr, out_ptr, rows, width, split_stride, row_stride, eps,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, PLUS_ONE: tl.constexpr, PDL: tl.constexpr,

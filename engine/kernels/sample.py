@@ -126,7 +126,7 @@ def sample_triton(logits: Tensor, params: SamplingTensors) -> Tensor:
         choose_row_kernel, (rows,),
         best, best_id, top, scratch[0], scratch[1], tokens, params.temperature, params.top_k, params.top_p,
         vocab, blocks,
-        BLOCKS=power_of_2(blocks), CHUNK=min(8192, power_of_2(vocab)), DRAW=not params.greedy,
+        BLOCKS=power_of_2(blocks), CHUNK=min(4096, power_of_2(vocab)), DRAW=not params.greedy,
         num_warps=4 if params.greedy else 16,
     )  # fmt: skip
     return tokens

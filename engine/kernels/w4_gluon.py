@@ -5,7 +5,13 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 
 @gluon.jit
@@ -41,14 +47,66 @@ def _unpack(words):
 
 
 @gluon.jit
-def _a_operand(words, rows: gl.constexpr, a_layout: gl.constexpr):
-    """The 512 words of each tile of 64 rows, 4 a thread -> bf16 [rows, 64] of code - 8 in the A-operand layout."""
+def _unpack_scaled(words, scale):
+    """As _unpack, times a scale [R, 32] bf16 of the row: rounded once, to bf16."""
+    return gl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 t, base;
+        mov.b32 base, 0x43084308;
+        lop3.b32 $0, $4, 0x000F000F, 0x43004300, 0xEA;
+        shr.u32 t, $4, 4;
+        lop3.b32 $2, t, 0x000F000F, 0x43004300, 0xEA;
+        shr.u32 t, $4, 8;
+        lop3.b32 $1, t, 0x000F000F, 0x43004300, 0xEA;
+        shr.u32 t, $4, 12;
+        lop3.b32 $3, t, 0x000F000F, 0x43004300, 0xEA;
+        sub.rn.bf16x2 $0, $0, base;
+        sub.rn.bf16x2 $1, $1, base;
+        sub.rn.bf16x2 $2, $2, base;
+        sub.rn.bf16x2 $3, $3, base;
+        mul.rn.bf16x2 $0, $0, $8;
+        mul.rn.bf16x2 $1, $1, $9;
+        mul.rn.bf16x2 $2, $2, $8;
+        mul.rn.bf16x2 $3, $3, $9;
+        }
+        """,
+        "=&r,=&r,=&r,=&r,r,r,r,r,r,r",
+        [words, scale],
+        dtype=(gl.bfloat16, gl.bfloat16),
+        is_pure=True,
+        pack=4,
+    )
+
+
+@gluon.jit
+def _spread(words, rows: gl.constexpr, a_layout: gl.constexpr):
+    """The 512 words of each tile of 64 rows, 4 a thread -> [rows, 32], each word in the registers of its bytes."""
     spread = gl.expand_dims(words, 1).broadcast_to([words.shape[0], 4]).reshape([rows // 16, 8, 4, 2, 2, 2, 2])
     tile = spread.permute([0, 5, 1, 3, 4, 2, 6]).reshape([rows, 32])
-    operand = gl.convert_layout(tile, a_layout, assert_trivial=True)
-    low, high = _unpack(operand)
+    return gl.convert_layout(tile, a_layout, assert_trivial=True)
+
+
+@gluon.jit
+def _beside(low, high, rows: gl.constexpr, a_layout: gl.constexpr):
+    """Two [rows, 32] halves -> the A operand [rows, 64]; registers are renamed, nothing moves."""
     both = gl.join(low, high).permute([0, 2, 1]).reshape([rows, 64])
     return gl.convert_layout(both, a_layout, assert_trivial=True)
+
+
+@gluon.jit
+def _a_operand(words, rows: gl.constexpr, a_layout: gl.constexpr):
+    """Packed words -> bf16 [rows, 64] of code - 8 in the A-operand layout."""
+    low, high = _unpack(_spread(words, rows, a_layout))
+    return _beside(low, high, rows, a_layout)
+
+
+@gluon.jit
+def _scaled_operand(words, scale, rows: gl.constexpr, a_layout: gl.constexpr):
+    """Packed words and a scale a row -> bf16 [rows, 64] of (code - 8) * scale in the A-operand layout."""
+    spread = _spread(words, rows, a_layout)
+    low, high = _unpack_scaled(spread, gl.expand_dims(scale, 1).broadcast_to([rows, 32]))
+    return _beside(low, high, rows, a_layout)
 
 
 @gluon.jit
@@ -77,9 +135,12 @@ def _finish(
     M: gl.constexpr,
     BN: gl.constexpr,
     mma: gl.constexpr,
+    PARTS: gl.constexpr,
     row_block=0,
 ):
-    """Writes a finished tile; with several splits the last program to arrive adds all parts, in the order of splits.
+    """Writes a finished tile, or its part where another kernel adds the parts (PARTS).
+
+    Otherwise, with several splits, the last program to arrive adds all parts, in the order of splits.
 
     The order makes repeated runs bit-equal. The counter goes back to zero, so a captured graph can be replayed.
     """
@@ -89,8 +150,14 @@ def _finish(
     out_rows = row_block * M + gl.arange(0, M, gl.SliceLayout(1, flat))
     inside = (out_rows < rows)[:, None] & (columns < n)[None, :]
     offsets = out_rows[:, None] * n + columns[None, :]
-    if splits > 1:
-        size = rows.to(gl.int64) * n
+    if PARTS:
+        columns = block * BN + gl.arange(0, BN, gl.SliceLayout(1, mma))
+        out_rows = row_block * M + gl.arange(0, M, gl.SliceLayout(0, mma))
+        inside = (out_rows < rows)[None, :] & (columns < n)[:, None]
+        part_ptr = parts_ptr + n.to(gl.int64) * rows * split
+        gl.store(part_ptr + out_rows[None, :] * n + columns[:, None], acc, mask=inside)
+    elif splits > 1:
+        size = n.to(gl.int64) * rows
         part = gl.convert_layout(acc.permute([1, 0]), flat)
         gl.store(parts_ptr + split * size + offsets, part, mask=inside, cache_modifier=".cg")
         gl.thread_barrier()
@@ -128,6 +195,7 @@ def w4_stream_kernel(
     SLICE: gl.constexpr,
     GROUP_TILES: gl.constexpr,
     STAGES: gl.constexpr,
+    PARTS: gl.constexpr,
     PDL: gl.constexpr,
 ):
     TILES: gl.constexpr = BN // 64
@@ -175,7 +243,6 @@ def w4_stream_kernel(
         s_ptr += 64 + gl.where(wrap, s_jump, 0)
         ahead = gl.where(wrap, 0, ahead)
     if PDL:
-        _pdl_launch()
         _pdl_wait()
 
     x_rows = gl.minimum(gl.arange(0, M, gl.SliceLayout(1, x_layout)), rows - 1)
@@ -196,6 +263,8 @@ def w4_stream_kernel(
         async_copy.wait_group(STAGES - 2)
         slot = unit % STAGES
         words = ring.index(slot).load(w_layout)
+        if PDL and unit == total - 1:
+            _pdl_launch()
         scale = s_ring.index(slot).load(row_layout).to(gl.float32)
         if unit + STAGES - 1 < total:
             fill = (unit + STAGES - 1) % STAGES
@@ -222,15 +291,24 @@ def w4_stream_kernel(
         acc += part * scale[:, None]
         group += 1
         if group == groups:
-            _finish(acc, out_ptr, parts_ptr, arrived_ptr, rows, n, block, split, splits, M, BN, mma)
+            _finish(acc, out_ptr, parts_ptr, arrived_ptr, rows, n, block, split, splits, M, BN, mma, PARTS)
             acc = gl.zeros([BN, M], gl.float32, mma)
             group = 0
             block += block_step
 
 
 @gluon.jit
+def _fetch_x(x_desc, x_ring, ready, stage, row, col, GROUP_TILES: gl.constexpr):
+    """Starts the copy of one stage's inputs; what lies outside of x arrives as zero."""
+    bar = ready.index(stage)
+    mbarrier.expect(bar, GROUP_TILES * x_desc.block_type.nbytes)
+    for half in gl.static_range(GROUP_TILES):
+        tma.async_copy_global_to_shared(x_desc, [row, col + half * 64], bar, x_ring.index(stage * GROUP_TILES + half))
+
+
+@gluon.jit
 def w4_tile_kernel(
-    x_ptr,
+    x_desc,
     packed_ptr,
     scales_ptr,
     out_ptr,
@@ -238,8 +316,6 @@ def w4_tile_kernel(
     arrived_ptr,
     rows,
     n,
-    k,
-    x_stride,
     n_tiles,
     k_tiles,
     slice_tiles,
@@ -248,12 +324,13 @@ def w4_tile_kernel(
     WARPS: gl.constexpr,
     GROUP_TILES: gl.constexpr,
     STAGES: gl.constexpr,
+    PARTS: gl.constexpr,
     PDL: gl.constexpr,
 ):
     TILES: gl.constexpr = BN // 64
+    UNIT: gl.constexpr = GROUP_TILES * 512
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, M, 16])
     a_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    x_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     w_layout: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([4, 4], [32, 1], [WARPS, 1], [1, 0]))
     s_layout: gl.constexpr = gl.BlockedLayout([2], [32], [WARPS], [0])
     a_rows: gl.constexpr = gl.SliceLayout(1, a_layout)
@@ -263,57 +340,63 @@ def w4_tile_kernel(
     split = gl.program_id(2)
     splits = gl.num_programs(2)
     k_first = split * slice_tiles
-    k_count = gl.minimum(k_tiles - k_first, slice_tiles)
+    steps = gl.minimum(k_tiles - k_first, slice_tiles) // GROUP_TILES
 
-    x_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, M, 64], gl.NVMMASharedLayout(128, 16, 2))
-    w_ring = gl.allocate_shared_memory(gl.int32, [STAGES, 512 * TILES], gl.SwizzledSharedLayout(4, 1, 1, [0]))
+    x_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES * GROUP_TILES, M, 64], x_desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(ready.index(stage), count=1)
+    w_ring = gl.allocate_shared_memory(gl.int32, [STAGES, TILES * UNIT], gl.SwizzledSharedLayout(4, 1, 1, [0]))
     s_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BN], gl.SwizzledSharedLayout(2, 1, 1, [0]))
 
-    x_rows = gl.minimum(row_block * M + gl.arange(0, M, gl.SliceLayout(1, x_layout)), rows - 1)
-    x_cols = gl.arange(0, 64, gl.SliceLayout(0, x_layout))
-    x_base = x_ptr + x_rows[:, None].to(gl.int64) * x_stride + (x_cols + k_first * 64)[None, :]
-    word = gl.arange(0, 512 * TILES, w_layout)
-    n_tile = gl.minimum(block * TILES + word // 512, n_tiles - 1)
-    w_base = packed_ptr + (n_tile.to(gl.int64) * k_tiles + k_first) * 512 + word % 512
+    word = gl.arange(0, TILES * UNIT, w_layout)
+    # the words of a step: the first k tile of every row tile, then the second
+    n_tile = gl.minimum(block * TILES + word // 512 % TILES, n_tiles - 1)
+    k_word = k_first * 512 + word // (512 * TILES) * 512 + word % 512
+    w_base = packed_ptr + n_tile.to(gl.int64) * (k_tiles * 512) + k_word
     row = gl.arange(0, BN, s_layout)
     groups = k_tiles // GROUP_TILES
-    s_base = scales_ptr + gl.minimum(block * TILES + row // 64, n_tiles - 1) * (groups * 64) + row % 64
+    s_tile = gl.minimum(block * TILES + row // 64, n_tiles - 1)
+    s_base = scales_ptr + s_tile * (groups * 64) + row % 64 + k_first // GROUP_TILES * 64
 
     for stage in gl.static_range(STAGES - 1):
-        if stage < k_count:
-            async_copy.async_copy_global_to_shared(w_ring.index(stage), w_base + stage * 512)
-            async_copy.async_copy_global_to_shared(s_ring.index(stage), s_base + (k_first + stage) // GROUP_TILES * 64)
+        if stage < steps:
+            async_copy.async_copy_global_to_shared(w_ring.index(stage), w_base + stage * UNIT)
+            async_copy.async_copy_global_to_shared(s_ring.index(stage), s_base + stage * 64)
+        async_copy.commit_group()
     if PDL:
-        _pdl_launch()
         _pdl_wait()
     for stage in gl.static_range(STAGES - 1):
-        inside = (x_cols + (k_first + stage) * 64 < k)[None, :]
-        if stage < k_count:
-            async_copy.async_copy_global_to_shared(x_ring.index(stage), x_base + stage * 64, mask=inside)
-        async_copy.commit_group()
+        if stage < steps:
+            _fetch_x(x_desc, x_ring, ready, stage, row_block * M, (k_first + stage * GROUP_TILES) * 64, GROUP_TILES)
 
-    async_copy.wait_group(STAGES - 2)
-    gl.thread_barrier()
-    a = _a_operand(w_ring.index(0).load(w_layout), BN, a_layout) * s_ring.index(0).load(a_rows)[:, None]
     acc = gl.zeros([BN, M], gl.float32, mma)
-    for tile in range(k_count):
-        fence_async_shared()
-        flight = warpgroup_mma(a, x_ring.index(tile % STAGES).permute([1, 0]), acc, is_async=True)
-        async_copy.wait_group(STAGES - 3)
-        gl.thread_barrier()
-        after = (tile + 1) % STAGES
-        a_next = (
-            _a_operand(w_ring.index(after).load(w_layout), BN, a_layout) * s_ring.index(after).load(a_rows)[:, None]
-        )
-        acc = warpgroup_mma_wait(0, deps=[flight])
-        ahead = tile + STAGES - 1
-        if ahead < k_count:
-            slot = ahead % STAGES
-            inside = (x_cols + (k_first + ahead) * 64 < k)[None, :]
-            async_copy.async_copy_global_to_shared(w_ring.index(slot), w_base + ahead * 512)
-            async_copy.async_copy_global_to_shared(s_ring.index(slot), s_base + (k_first + ahead) // GROUP_TILES * 64)
-            async_copy.async_copy_global_to_shared(x_ring.index(slot), x_base + ahead * 64, mask=inside)
+    for step in range(steps):
+        slot = step % STAGES
+        async_copy.wait_group(STAGES - 2)
+        gl.thread_barrier()  # also: every warp is done with the stage that is filled below
+        words = w_ring.index(slot).load(w_layout)
+        scale = s_ring.index(slot).load(a_rows)
+        mbarrier.wait(ready.index(slot), step // STAGES & 1)
+        x_slot = slot * GROUP_TILES
+        if GROUP_TILES == 1:
+            a = _scaled_operand(words, scale, BN, a_layout)
+            flight = warpgroup_mma(a, x_ring.index(x_slot).permute([1, 0]), acc, is_async=True)
+        else:
+            first, second = gl.split(words.reshape([2, 512 * TILES]).permute([1, 0]))
+            a = _scaled_operand(first, scale, BN, a_layout)
+            flight = warpgroup_mma(a, x_ring.index(x_slot).permute([1, 0]), acc, is_async=True)
+            a2 = _scaled_operand(second, scale, BN, a_layout)
+            flight = warpgroup_mma(a2, x_ring.index(x_slot + 1).permute([1, 0]), flight, is_async=True)
+        ahead = step + STAGES - 1
+        if ahead < steps:
+            fill = ahead % STAGES
+            async_copy.async_copy_global_to_shared(w_ring.index(fill), w_base + ahead * UNIT)
+            async_copy.async_copy_global_to_shared(s_ring.index(fill), s_base + ahead * 64)
+            _fetch_x(x_desc, x_ring, ready, fill, row_block * M, (k_first + ahead * GROUP_TILES) * 64, GROUP_TILES)
         async_copy.commit_group()
-        a = a_next
+        acc = warpgroup_mma_wait(0, deps=[flight])
     async_copy.wait_group(0)
-    _finish(acc, out_ptr, parts_ptr, arrived_ptr, rows, n, block, split, splits, M, BN, mma, row_block)
+    if PDL:
+        _pdl_launch()
+    _finish(acc, out_ptr, parts_ptr, arrived_ptr, rows, n, block, split, splits, M, BN, mma, PARTS, row_block)

@@ -117,8 +117,66 @@ def sum_partials_kernel(
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = index < count
     if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     total = tl.zeros([BLOCK], tl.float32)
     for split in tl.static_range(SPLITS):
         total += tl.load(partials_ptr + split * count + index, mask=inside, other=0.0)
     tl.store(out_ptr + index, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def w4_dot_kernel(
+    x_ptr,
+    packed_ptr,
+    scales_ptr,
+    zeros_ptr,
+    out_ptr,
+    rows,
+    n,
+    k,
+    x_stride,
+    k_tiles,
+    slice_tiles,
+    HAS_ZEROS: tl.constexpr,
+    GROUP: tl.constexpr,
+    M: tl.constexpr,
+):
+    """The fused product in plain Triton: the twin of the Hopper kernels, for other GPUs and for the interpreter.
+
+    out[split, row, n] float32. A program owns 64 outputs of M rows over one slice of K.
+    Grid (n_tiles, row blocks, splits).
+    """
+    n_tile = tl.program_id(0)
+    row_block = tl.program_id(1)
+    split = tl.program_id(2)
+    groups = tl.cdiv(k_tiles * 64, GROUP)
+    w_row = tl.arange(0, 64)
+    out_row = row_block * M + tl.arange(0, M)
+    column = tl.arange(0, 32)
+    x_base = x_ptr + tl.minimum(out_row, rows - 1)[None, :].to(tl.int64) * x_stride
+    acc = tl.zeros([64, M], tl.float32)
+    for tile in range(split * slice_tiles, tl.minimum((split + 1) * slice_tiles, k_tiles)):
+        packed = tl.load(packed_ptr + (n_tile.to(tl.int64) * k_tiles + tile) * 2048 + tl.arange(0, 2048))
+        packed = tl.reshape(packed, [4, 8, 4, 2, 2, 2, 2])
+        packed = tl.reshape(tl.permute(packed, [0, 6, 1, 3, 4, 2, 5]), [64, 32])
+        low_group = (n_tile * groups + tile * 64 // GROUP) * 64 + w_row
+        high_group = (n_tile * groups + (tile * 64 + 32) // GROUP) * 64 + w_row
+        low = (packed & 15).to(tl.float32)
+        high = (packed >> 4).to(tl.float32)
+        if HAS_ZEROS:
+            low -= tl.load(zeros_ptr + low_group).to(tl.float32)[:, None]
+            high -= tl.load(zeros_ptr + high_group).to(tl.float32)[:, None]
+        else:
+            low -= 8.0
+            high -= 8.0
+        low *= tl.load(scales_ptr + low_group).to(tl.float32)[:, None]
+        high *= tl.load(scales_ptr + high_group).to(tl.float32)[:, None]
+        k_low = tile * 64 + column[:, None]
+        x_low = tl.load(x_base + k_low, mask=k_low < k, other=0.0)
+        x_high = tl.load(x_base + k_low + 32, mask=k_low + 32 < k, other=0.0)
+        acc += tl.dot(low.to(x_low.dtype), x_low)
+        acc += tl.dot(high.to(x_high.dtype), x_high)
+    columns = n_tile * 64 + w_row
+    out = out_ptr + (split * rows + out_row[None, :]).to(tl.int64) * n + columns[:, None]
+    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(out_row < rows)[None, :] & (columns < n)[:, None])

@@ -105,8 +105,11 @@ class Decoder:
 
 
 def weight_bytes(decoder: Decoder) -> tuple[int, int]:
-    """Bytes of (all weights, the matrices that one decode step reads: the head counted, the embedding table not)."""
-    step = sum(linear.nbytes for linear in decoder.linears.values())
+    """Bytes of (all weights, the matrices that one token's step reads: of experts those it visits, the head counted,
+    the embedding table not)."""
+    linears = decoder.linears.values()
+    total = sum(linear.nbytes for linear in linears)
+    step = sum(getattr(linear, "step_nbytes", linear.nbytes) for linear in linears)
     table = decoder.embedding
     shared = table is not None and decoder.head is not None and decoder.head.weight is table
-    return step + (0 if table is None or shared else table.numel() * table.element_size()), step
+    return total + (0 if table is None or shared else table.numel() * table.element_size()), step

@@ -117,7 +117,7 @@ class PackedReader:
 
 
 def reader_for(quantization: dict[str, Any] | None, where: str) -> MatrixReader | None:
-    """The reader for a config.json's `quantization_config`, or None for a checkpoint of plain (or fp8) matrices."""
+    """The reader for a config.json's `quantization_config`, or None for plain and fp8 matrices and MXFP4 experts."""
     if not quantization:
         return None
     method = quantization.get("quant_method")
@@ -137,8 +137,8 @@ def reader_for(quantization: dict[str, Any] | None, where: str) -> MatrixReader 
         if bits != {4}:
             raise EngineError(f"{where}: compressed-tensors with {sorted(bits)} bits is not supported; 4 bits are")
         return PackedReader()
-    if method == "fp8":
+    if method in ("fp8", "mxfp4"):
         return None
     raise EngineError(
-        f"{where}: quantization '{method}' is not supported; gptq, awq and compressed-tensors (pack-quantized) are"
+        f"{where}: quantization '{method}' is not supported; gptq, awq, fp8, mxfp4 and compressed-tensors (pack-quantized) are"
     )

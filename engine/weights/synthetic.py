@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from engine.config import ModelConfig
-from engine.quant import TILE_BYTES, TILE_K, TILE_N, QuantWeight, group_for
+from engine.quant import E2M1, TILE_BYTES, TILE_K, TILE_N, QuantExperts, QuantWeight, group_for
 from engine.weights import DTYPES, kept_in_16bit
 
 _CODE_RMS = math.sqrt(sum((code - 8) ** 2 for code in range(16)) / 16)
+_E2M1_RMS = math.sqrt(sum(value**2 for value in E2M1) / len(E2M1))
 
 
 class SyntheticSource:
@@ -58,6 +59,32 @@ class SyntheticSource:
         rows = torch.arange(n_tiles * TILE_N, device=self.device).reshape(n_tiles, 1, TILE_N)
         scales = torch.where(rows < n, scales, 0.0).to(self._scale_dtype())
         return QuantWeight(words.view(torch.uint8), scales, None, n, k, group)
+
+    def experts(self, name: str, count: int, n: int, k: int, codes: str) -> QuantExperts | Tensor:
+        """The matrices [n, k] of `count` experts, in the stored form that the switch and the model ask for.
+
+        n must be a multiple of 64 in 4-bit form.
+        """
+        if self.weights_dtype != "int4" or kept_in_16bit(self.config, name):
+            dtype = self.dtype if self.weights_dtype == "int4" else DTYPES[self.weights_dtype]
+            return self._normal(name, (count, n, k), k**-0.5, dtype)
+        n_tiles, k_tiles = -(-n // TILE_N), -(-k // TILE_K)
+        if codes == "mxfp4":
+            return self._mxfp4_experts(name, count, n, k)
+        weight = self.quant_weight(name, count * n_tiles * TILE_N, k)
+        packed = weight.packed.reshape(count, n_tiles, k_tiles, TILE_BYTES)
+        return QuantExperts(packed, weight.scales.reshape(count, n_tiles, -1, TILE_N), n, k, weight.group)
+
+    def _mxfp4_experts(self, name: str, count: int, n: int, k: int) -> QuantExperts:
+        """Random codes; the two exponents around the one that makes the standard deviation 1 / sqrt(k)."""
+        n_tiles, k_tiles = -(-n // TILE_N), -(-k // TILE_K)
+        generator = self.generator(name)
+        words = torch.empty((count, n_tiles, k_tiles, TILE_BYTES // 4), dtype=torch.int32, device=self.device)
+        words.random_(-(2**31), 2**31, generator=generator)
+        exponent = 127 + math.floor(-math.log2(_E2M1_RMS * math.sqrt(k)))
+        shape = (count, n_tiles, 2 * k_tiles, TILE_N)
+        scales = torch.randint(exponent, exponent + 2, shape, generator=generator, device=self.device)
+        return QuantExperts(words.view(torch.uint8), scales.to(torch.uint8), n, k, 32, "mxfp4")
 
     def vector(self, name: str, shape: Sequence[int]) -> Tensor:
         if "norm" in name and name.endswith(".weight"):

@@ -1,0 +1,57 @@
+"""`arkbench compare`: two runs side by side on the terminal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from arkbench.commands import refresh
+from arkbench.records import number, read_rows, read_run
+
+FIGURES = (
+    ("decode_tok_s", "decode, tok/s"),
+    ("prefill_tok_s", "prefill, tok/s"),
+    ("ttft_p50_s", "first token, s"),
+    ("wh_per_1k_tokens", "Wh per 1,000 tokens"),
+)
+Key = tuple[str, str, str, str]
+
+
+def show(first: Path, second: Path, console: Console) -> None:
+    """Prints a line for each cell and figure that either run has; a cell of one run only has a gap."""
+    sides = [_summary(path) for path in (first, second)]
+    table = Table(title=f"A: {first}   B: {second}", title_justify="left")
+    for name in ("model", "variant", "cell", "figure"):
+        table.add_column(name, overflow="fold")
+    for name in ("A", "B", "B / A"):
+        table.add_column(name, justify="right")
+    for key in dict.fromkeys([*sides[0], *sides[1]]):
+        rows = [side.get(key) for side in sides]
+        for column, title in FIGURES:
+            a, b = (_value(row, column) for row in rows)
+            if a is None and b is None:
+                continue
+            ratio = f"{b / a:.3f}" if a and b is not None else ""
+            table.add_row(key[1], key[2], key[3], title, *(_shown(row, column) for row in rows), ratio)
+    console.print(table)
+
+
+def _summary(path: Path) -> dict[Key, dict[str, str]]:
+    read_run(path)
+    refresh(path)
+    rows = read_rows(path / "summary.csv")
+    return {(row["scenario"], row["model"], row["variant"], row["cell"]): row for row in rows}
+
+
+def _value(row: dict[str, str] | None, column: str) -> float | None:
+    return None if row is None else number(row[column])
+
+
+def _shown(row: dict[str, str] | None, column: str) -> str:
+    value = _value(row, column)
+    if row is None or value is None:
+        return ""
+    spread = number(row[f"{column}_spread"])
+    return f"{value:,.4g}" + ("" if spread is None else f" ({spread:.1%})") + ("" if row["valid"] == "true" else " !")

@@ -1,0 +1,440 @@
+"""The published tables of the notes beside what was measured: one table and one or two charts each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from arkbench.report import published
+from arkbench.report.blocks import Block, Column, Table
+from arkbench.report.charts import BarPanel, Bars, BarSeries, Line, LinePanel, Lines
+from arkbench.report.comparisons import COMPARISONS, TOK, Comparison, Measure
+from arkbench.report.data import Run
+from arkbench.report.figures import Figure, number, show, text
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What one group of measured columns stands for: a run, and a model where the rows are not models."""
+
+    run: Run
+    scenario: str
+    model: str
+    label: str
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Base and new figure of one measure in one row."""
+
+    base: Figure
+    new: Figure
+
+
+def note_blocks(scenario: str, runs: Sequence[Run]) -> list[Block]:
+    """The published-beside-measured tables and charts of one scenario; empty where no table fits it."""
+    blocks: list[Block] = []
+    for comparison in COMPARISONS:
+        subjects = _subjects(comparison, scenario, runs)
+        if subjects:
+            blocks += _comparison_blocks(comparison, scenario, subjects)
+    blocks += _scaling_blocks(scenario, runs)
+    blocks += _deadline_blocks(scenario, runs)
+    return blocks
+
+
+def _cells(comparison: Comparison, run: Run, scenario: str, variant: str, model: str = "") -> pd.DataFrame:
+    rows = run.summary
+    rows = rows[(rows["scenario"] == scenario) & (rows["variant"].str.lower() == variant)]
+    rows = rows[rows["workload"].isin(comparison.workloads)]
+    return rows[rows["model"] == model] if model else rows
+
+
+def _subjects(comparison: Comparison, scenario: str, runs: Sequence[Run]) -> list[Subject]:
+    found = []
+    for run in runs:
+        rows = pd.concat([_cells(comparison, run, scenario, variant) for variant in (comparison.base, comparison.new)])
+        both = rows["variant"].str.lower().nunique() == 2 and not (
+            comparison.by_model and _at_streams(comparison, rows).empty
+        )
+        models = [""] if comparison.by_model else list(dict.fromkeys(rows["model"]))
+        found += [Subject(run, scenario, model, "") for model in models if both]
+    return [Subject(s.run, s.scenario, s.model, _subject_label(s, found)) for s in found]
+
+
+def _at_streams(comparison: Comparison, rows: pd.DataFrame) -> pd.DataFrame:
+    if comparison.streams is None:
+        return rows
+    return rows[rows["streams"] == comparison.streams[1]]
+
+
+def _subject_label(subject: Subject, subjects: Sequence[Subject]) -> str:
+    several_runs = len({other.run.path for other in subjects}) > 1
+    label = subject.run.label if several_runs else subject.run.hardware
+    if subject.model and subject.model not in label:
+        label = f"{subject.model}, {label}"
+    return label
+
+
+def _row_keys(comparison: Comparison, subjects: Sequence[Subject]) -> list[tuple[Any, ...]]:
+    """The published rows in their order, then what was measured beyond them."""
+    table = published.table(comparison.file)
+    keys = [tuple(_key(value) for value in row) for row in table[[key.published for key in comparison.rows]].values]
+    extra = set()
+    for subject in subjects:
+        for variant, streams in _sides(comparison):
+            rows = _cells(comparison, subject.run, subject.scenario, variant, subject.model)
+            if streams and comparison.by_model:
+                rows = rows[rows["streams"].isin(streams)]
+            extra |= {tuple(_key(value) for value in row) for row in rows[[k.column for k in comparison.rows]].values}
+    beyond = [key for key in extra if key not in keys and None not in key]
+    return keys + sorted(beyond)
+
+
+def _sides(comparison: Comparison) -> list[tuple[str, tuple[int, ...]]]:
+    base, new = comparison.streams or (0, 0)
+    return [(comparison.base, (base, 10) if base == 12 else (base,)), (comparison.new, (new,))]
+
+
+def _key(value: Any) -> Any:
+    as_number = number(value)
+    if as_number is not None:
+        return int(as_number)
+    return published.canonical(value) if isinstance(value, str) else None
+
+
+def _published_row(comparison: Comparison, key: tuple[Any, ...]) -> Mapping[str, Any]:
+    table = published.table(comparison.file)
+    for row in table.to_dict("records"):
+        if tuple(_key(row[k.published]) for k in comparison.rows) == key:
+            return row
+    return {}
+
+
+def _published_pair(comparison: Comparison, measure: Measure, key: tuple[Any, ...]) -> Pair:
+    row = _published_row(comparison, key)
+    streams = [side[1][0] for side in _sides(comparison)]
+    if comparison.base_streams_column and row:
+        streams[0] = int(row[comparison.base_streams_column])
+    if not comparison.by_model and comparison.rows[0].column == "streams":
+        streams = [key[0], key[0]]
+    model = key[0] if comparison.by_model else published.NOTE_MODELS[comparison.note]
+    figures = []
+    for column, count in zip((measure.published_base, measure.published_new), streams, strict=True):
+        value = number(row.get(column))
+        limit, floor = published.published_limit_fraction(model, value, count) if measure.limit else (None, False)
+        figures.append(Figure(value, limit=limit, at_least=floor))
+    return Pair(*figures)
+
+
+def _measured_pair(comparison: Comparison, measure: Measure, key: tuple[Any, ...], subject: Subject) -> Pair:
+    figures = []
+    for variant, streams in _sides(comparison):
+        rows = _cells(comparison, subject.run, subject.scenario, variant, subject.model)
+        for value, row_key in zip(key, comparison.rows, strict=True):
+            rows = rows[[_key(cell) == value for cell in rows[row_key.column]]]
+        if any(streams):
+            rows = rows[rows["streams"].isin(streams)]
+        if rows.empty:
+            figures.append(Figure(None))
+            continue
+        order = [comparison.workloads.index(workload) for workload in rows["workload"]]
+        row = rows.iloc[order.index(min(order))]
+        figures.append(subject.run.figure(row, measure.column, measure.limit))
+    return Pair(*figures)
+
+
+def _comparison_blocks(comparison: Comparison, scenario: str, subjects: Sequence[Subject]) -> list[Block]:
+    keys = _row_keys(comparison, subjects)
+    blocks: list[Block] = []
+    for index, measure in enumerate(comparison.measures):
+        suffix = "" if index == 0 else f"-{measure.name.replace(' ', '-')}"
+        name = f"{scenario}-{comparison.key.removeprefix(f'{scenario}-').removeprefix(scenario)}{suffix}".strip("-")
+        name = name.replace("--", "-")
+        pairs = {key: [_published_pair(comparison, measure, key)] for key in keys}
+        for key in keys:
+            pairs[key] += [_measured_pair(comparison, measure, key, subject) for subject in subjects]
+        columns = 1 + len(subjects)
+        measured_any = any(
+            pair.base.value is not None or pair.new.value is not None for key in keys for pair in pairs[key][1:]
+        )
+        blocks.append(_comparison_table(comparison, measure, name, keys, pairs, subjects))
+        if measured_any:
+            blocks += _comparison_charts(comparison, measure, name, keys, pairs, subjects, columns)
+    return blocks
+
+
+def _groups(comparison: Comparison, subjects: Sequence[Subject]) -> list[str]:
+    model = published.NOTE_MODELS.get(comparison.note)
+    place = f"{published.PUBLISHED_GPU}" + (f", {model}" if model else "")
+    return [f"published ({place})", *[f"measured ({subject.label})" for subject in subjects]]
+
+
+def _comparison_table(
+    comparison: Comparison,
+    measure: Measure,
+    name: str,
+    keys: Sequence[tuple[Any, ...]],
+    pairs: Mapping[tuple[Any, ...], Sequence[Pair]],
+    subjects: Sequence[Subject],
+) -> Table:
+    columns = [Column(key.header, "text" if key.column == "model" else "integer") for key in comparison.rows]
+    kind = "change" if measure.change == "percent" else "ratio"
+    heading = {"ratio": "gain", "percent": "change", "reduction": "gain"}[measure.change]
+    for index, group in enumerate(_groups(comparison, subjects)):
+        names = [comparison.base, comparison.new]
+        if index == 0:
+            names = [own or name for own, name in zip(comparison.published_names, names, strict=True)]
+        number_kind = "number" if index else "printed"
+        columns += [Column(name, number_kind, group, measure.unit) for name in names]
+        columns.append(Column(heading, kind, group))
+    rows = []
+    for key in keys:
+        row: list[Any] = list(key)
+        for pair in pairs[key]:
+            row += [pair.base, pair.new, measure.compare(pair.base.value, pair.new.value)]
+        rows.append(row)
+    return Table(name, f"{measure.title}, published beside measured", columns, rows)
+
+
+def _comparison_charts(
+    comparison: Comparison,
+    measure: Measure,
+    name: str,
+    keys: Sequence[tuple[Any, ...]],
+    pairs: Mapping[tuple[Any, ...], Sequence[Pair]],
+    subjects: Sequence[Subject],
+    columns: int,
+) -> list[Block]:
+    titles = _groups(comparison, subjects)
+    panels = []
+    for outer in _outer_keys(comparison, keys):
+        inner = [key for key in keys if len(key) == 1 or key[0] == outer]
+        for column in range(columns):
+            gap = "not published" if column == 0 else "not measured"
+            title = titles[column].replace("published (", "Published (").replace("measured (", "Measured (")
+            if outer is not None:
+                title = f"{outer:,} tokens · {title if len(subjects) > 1 else title.split(' (')[0]}"
+            panels.append(
+                BarPanel(
+                    title,
+                    [f"{key[-1]:,}" if isinstance(key[-1], int) else text(key[-1]) for key in inner],
+                    [
+                        BarSeries(comparison.base, [pairs[key][column].base.value for key in inner], "base", gap),
+                        BarSeries(comparison.new, [pairs[key][column].new.value for key in inner], 0, gap),
+                    ],
+                    [measure.show_change(pairs[key][column].base.value, pairs[key][column].new.value) for key in inner],
+                )
+            )
+    chart = Bars(
+        name,
+        measure.title,
+        _comparison_alt(comparison, measure, keys, pairs),
+        panels,
+        f"{measure.name}, {measure.unit}",
+        comparison.rows[-1].header,
+        horizontal=comparison.by_model,
+    )
+    if not comparison.by_model:
+        return [chart]
+    return [_change_chart(comparison, measure, name, keys, pairs, subjects), chart]
+
+
+def _outer_keys(comparison: Comparison, keys: Sequence[tuple[Any, ...]]) -> list[Any]:
+    return list(dict.fromkeys(key[0] for key in keys)) if len(comparison.rows) > 1 else [None]
+
+
+def _comparison_alt(
+    comparison: Comparison,
+    measure: Measure,
+    keys: Sequence[tuple[Any, ...]],
+    pairs: Mapping[tuple[Any, ...], Sequence[Pair]],
+) -> str:
+    parts = []
+    for key in keys:
+        changes = [measure.show_change(pair.base.value, pair.new.value) or "none" for pair in pairs[key]]
+        where = " × ".join(text(part) for part in key)
+        parts.append(f"{where}: published {changes[0]}, measured {', '.join(changes[1:])}")
+    return f"Bars: {measure.name}, {comparison.new} against {comparison.base}. {'; '.join(parts)}."
+
+
+def _change_chart(
+    comparison: Comparison,
+    measure: Measure,
+    name: str,
+    keys: Sequence[tuple[Any, ...]],
+    pairs: Mapping[tuple[Any, ...], Sequence[Pair]],
+    subjects: Sequence[Subject],
+) -> Bars:
+    """Model by model, the published gain and the measured one; a fall in percent is drawn as its size."""
+    sign = -1 if measure.change == "percent" else 1
+    names = ["published", *[f"measured ({subject.label})" for subject in subjects]]
+    series = []
+    for column, series_name in enumerate(names):
+        gap = "not published" if column == 0 else "not measured"
+        changes = [measure.compare(pairs[key][column].base.value, pairs[key][column].new.value) for key in keys]
+        values = [None if change is None else sign * change for change in changes]
+        series.append(BarSeries(series_name, values, "base" if column == 0 else column - 1, gap))
+    label = f"{comparison.new} / {comparison.base}" if sign == 1 else f"fall from {comparison.base}, %"
+    return Bars(
+        f"{name}-gain",
+        f"{measure.title}: gain, model by model",
+        _comparison_alt(comparison, measure, keys, pairs),
+        [BarPanel("", [text(key[0]) for key in keys], series)],
+        label,
+        horizontal=True,
+        kind="ratio" if sign == 1 else "number",
+    )
+
+
+SCALING_MODEL = "Qwen3.6-35B"
+
+
+def _scaling_blocks(scenario: str, runs: Sequence[Run]) -> list[Block]:
+    """Streams by context: per-stream speed and total, with the published total = speed of a stream x streams."""
+    subjects: list[tuple[Run, str, pd.DataFrame]] = []
+    for run in runs:
+        rows = run.summary
+        rows = rows[(rows["scenario"] == scenario) & (rows["workload"] == "decode")]
+        rows = rows[rows["variant"].str.lower().isin(["ark-2.0", "best"])]
+        for (model, variant), group in rows.groupby(["model", "variant"], sort=False):
+            if group["streams"].nunique() > 1:
+                subjects.append((run, f"{model}, {variant}", group))
+    if not subjects:
+        return []
+    several = len({run.path for run, _, _ in subjects}) > 1
+    labels = [f"{name}, {run.label if several else run.hardware}" for run, name, _ in subjects]
+    table = published.table("decode_batching_scaling.csv")
+    keys = {(int(row.context_tokens), int(row.streams)) for row in table.itertuples()}
+    for _, _, group in subjects:
+        keys |= {(_key(c), _key(s)) for c, s in zip(group["context_tokens"], group["streams"], strict=True)}
+    keys = {key for key in keys if None not in key}
+    return [
+        _scaling_table(scenario, sorted(keys), table, subjects, labels),
+        _scaling_chart(scenario, table, subjects, labels),
+    ]
+
+
+def _scaling_table(
+    scenario: str,
+    keys: Sequence[tuple[int, int]],
+    table: pd.DataFrame,
+    subjects: Sequence[tuple[Run, str, pd.DataFrame]],
+    labels: Sequence[str],
+) -> Table:
+    groups = [f"published (2 × {published.PUBLISHED_GPU}, {SCALING_MODEL})", *labels]
+    columns = [Column("context", "integer"), Column("streams", "integer")]
+    for index, group in enumerate(groups):
+        columns += [Column(name, "number" if index else "printed", group, TOK) for name in ("per stream", "total")]
+        if index:
+            columns.append(Column("per stream × streams", "number", group, TOK))
+    rows = []
+    for context, streams in keys:
+        match = table[(table["context_tokens"] == context) & (table["streams"] == streams)]
+        source = match.iloc[0] if len(match) else {}
+        total = number(source.get("total_tok_s"))
+        fraction, floor = published.published_limit_fraction(SCALING_MODEL, total, streams)
+        row: list[Any] = [context, streams, number(source.get("per_stream_tok_s"))]
+        row.append(Figure(total, limit=fraction, at_least=floor))
+        for run, _, group in subjects:
+            here = group[(group["context_tokens"] == context) & (group["streams"] == streams)]
+            if here.empty:
+                row += [None, None, None]
+                continue
+            speed = number(here.iloc[0]["stream_tok_s"])
+            row += [
+                run.figure(here.iloc[0], "stream_tok_s"),
+                run.figure(here.iloc[0], "decode_tok_s", with_limit=True),
+                None if speed is None else speed * streams,
+            ]
+        rows.append(row)
+    return Table(f"{scenario}-scaling", "Scaling over streams, published beside measured", columns, rows)
+
+
+def _scaling_chart(
+    scenario: str, table: pd.DataFrame, subjects: Sequence[tuple[Run, str, pd.DataFrame]], labels: Sequence[str]
+) -> Lines:
+    lines = {"decode_tok_s": [], "stream_tok_s": []}
+    for column, source in (("decode_tok_s", "total_tok_s"), ("stream_tok_s", "per_stream_tok_s")):
+        for context, rows in table.groupby("context_tokens"):
+            shown = rows.dropna(subset=[source])
+            if len(shown):
+                name = f"published, {context:,} tokens"
+                lines[column].append(Line(name, list(map(float, shown["streams"])), list(shown[source]), (), True))
+        for (_, _, group), label in zip(subjects, labels, strict=True):
+            for context, rows in group.sort_values("streams").groupby("context_tokens", dropna=False):
+                prefix = f"{label}, " if len(subjects) > 1 else "measured, "
+                name = f"{prefix}{show(number(context), 'integer')} tokens"
+                values = [number(value) for value in rows[column]]
+                lines[column].append(Line(name, [number(value) for value in rows["streams"]], values))
+    return Lines(
+        f"{scenario}-scaling",
+        "Scaling over streams",
+        "Lines over the number of streams: total throughput rises, the speed of one stream falls; "
+        "the figures are in the table beside it.",
+        [LinePanel("All streams together", lines["decode_tok_s"]), LinePanel("One stream", lines["stream_tok_s"])],
+        "streams",
+        "decode throughput, tok/s",
+        x_log=True,
+    )
+
+
+def _deadline_blocks(scenario: str, runs: Sequence[Run]) -> list[Block]:
+    """Bursts at the limit: how many of the requests had their first token in time."""
+    table = published.table("pipelined_prefill_limit.csv")
+    columns = [Column("prompt tokens", "integer"), Column("at once", "integer")]
+    columns += [Column(variant, "text", "published (RTX 5090)") for variant in ("ark-2.0", "ark-2.1")]
+    columns.append(Column("refused, ark-2.1", "integer", "published (RTX 5090)"))
+    several = len(runs) > 1
+    sources = []
+    for run in runs:
+        cells = run.cells[(run.cells["scenario"] == scenario) & (run.cells["workload"] == "burst")]
+        if len(cells):
+            sources.append(cells)
+            group = f"measured ({run.label if several else run.hardware})"
+            columns += [Column(variant, "text", group) for variant in ("ark-2.0", "ark-2.1")]
+            columns.append(Column("refused, ark-2.1", "integer", group))
+    rows, measured = [], False
+    for entry in table.itertuples():
+        row: list[Any] = [entry.prompt_tokens, entry.at_once]
+        row += [f"{n} of {entry.requests}" for n in (entry.ark_2_0_answered_in_90_s, entry.ark_2_1_answered_in_90_s)]
+        row.append(entry.ark_2_1_refused)
+        for cells in sources:
+            here = cells[(cells["prompt_tokens"] == entry.prompt_tokens) & (cells["at_once"] == entry.at_once)]
+            answers = [_answered(here[here["variant"].str.lower() == variant]) for variant in ("ark-2.0", "ark-2.1")]
+            refused = here[here["variant"].str.lower() == "ark-2.1"]["requests_refused"]
+            measured = measured or any(answers)
+            row += [*answers, number(refused.sum()) if refused.count() else None]
+        rows.append(row)
+    if not measured:
+        return []
+    return [Table(f"{scenario}-in-time", "Bursts at the limit: answered within 90 s", columns, rows)]
+
+
+def _answered(cells: pd.DataFrame) -> str | None:
+    if cells.empty or not cells["requests_ok"].count():
+        return None
+    counts = ["requests_ok", "requests_failed", "requests_refused", "requests_timeout"]
+    return f"{cells['requests_ok'].sum():.0f} of {cells[counts].sum().sum():.0f}"
+
+
+def published_counterpart(row: Mapping[str, Any]) -> Figure | None:
+    """The published figure (first measure of its table) of the row and variant that a measured cell stands for."""
+    for comparison in COMPARISONS:
+        variants = (comparison.base, comparison.new)
+        variant = row["variant"].lower()
+        if comparison.note != row["scenario"] or variant not in variants or row["workload"] not in comparison.workloads:
+            continue
+        side = variants.index(variant)
+        streams = _sides(comparison)[side][1]
+        if any(streams) and number(row["streams"]) not in streams:
+            continue
+        key = tuple(_key(row[k.column]) for k in comparison.rows)
+        pair = _published_pair(comparison, comparison.measures[0], key)
+        figure = (pair.base, pair.new)[side]
+        if figure.value is not None:
+            return figure
+    return None

@@ -1,0 +1,239 @@
+"""The Triton kernels behind engine/kernels/mla.py, which alone imports this file."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.batch import Batch, LayerCache
+from engine.config import LatentAttention
+
+SEGMENT = 256
+MOST_SEGMENTS = 64
+
+
+@triton.jit
+def _summed(y, at, mask, size, PARTS: tl.constexpr):
+    value = tl.load(y + at, mask=mask, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        value += tl.load(y + part * size + at, mask=mask, other=0.0)
+    return value
+
+
+@triton.jit
+def _rms_norm(x, weight, column, mask, width, eps):
+    return x * tl.rsqrt(tl.sum(x * x, 0) / width + eps) * tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _quantized(x, step, dtype: tl.constexpr):
+    """x / step in an 8-bit type, rounded to the nearest."""
+    value = x / tl.where(step == 0.0, 1.0, step)
+    if dtype == tl.int8:
+        value = tl.floor(tl.minimum(tl.maximum(value, -127.0), 127.0) + 0.5)
+    else:
+        value = tl.minimum(tl.maximum(value, -448.0), 448.0)
+    return value.to(dtype)
+
+
+@triton.jit
+def latent_write_kernel(
+    y, q_weight, kv_weight, table, positions, slots, q, k, v, k_scale, v_scale, size, table_width, eps,
+    Q_RANK: tl.constexpr, KV_RANK: tl.constexpr, HALF: tl.constexpr, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr,
+    HALF_BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr, SCALED: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """One row: query latents normalised, key latents normalised and the shared key rotated into the cache."""
+    row = tl.program_id(0).to(tl.int64)
+    base = row * (Q_RANK + KV_RANK + 2 * HALF)
+    column = tl.arange(0, Q_BLOCK)
+    x = _rms_norm(
+        _summed(y, base + column, column < Q_RANK, size, PARTS), q_weight, column, column < Q_RANK, Q_RANK, eps
+    )
+    tl.store(q + row * Q_RANK + column, x.to(q.dtype.element_ty), mask=column < Q_RANK)
+
+    latent_column = tl.arange(0, KV_BLOCK)
+    latent_known = latent_column < KV_RANK
+    latent = _summed(y, base + Q_RANK + latent_column, latent_known, size, PARTS)
+    latent = _rms_norm(latent, kv_weight, latent_column, latent_known, KV_RANK, eps)
+    pair = tl.arange(0, HALF_BLOCK)
+    turned = pair < HALF
+    first = base + Q_RANK + KV_RANK + (2 * pair if INTERLEAVED else pair)
+    a = _summed(y, first, turned, size, PARTS)
+    b = _summed(y, first + (1 if INTERLEAVED else HALF), turned, size, PARTS)
+    at = table + tl.load(positions + row).to(tl.int64) * table_width + pair
+    cos, sin = tl.load(at, mask=turned, other=0.0), tl.load(at + HALF, mask=turned, other=0.0)
+    a, b = a * cos - b * sin, b * cos + a * sin
+
+    slot = tl.load(slots + row).to(tl.int64)
+    stored: tl.constexpr = k.dtype.element_ty
+    if SCALED:
+        largest: tl.constexpr = 127.0 if stored == tl.int8 else 448.0
+        k_step = tl.max(tl.abs(latent), 0) / largest
+        v_step = tl.maximum(tl.max(tl.abs(a), 0), tl.max(tl.abs(b), 0)) / largest
+        tl.store(k_scale + slot, k_step)
+        tl.store(v_scale + slot, v_step)
+        tl.store(k + slot * KV_RANK + latent_column, _quantized(latent, k_step, stored), mask=latent_known)
+        tl.store(v + slot * 2 * HALF + pair, _quantized(a, v_step, stored), mask=turned)
+        tl.store(v + slot * 2 * HALF + HALF + pair, _quantized(b, v_step, stored), mask=turned)
+    else:
+        tl.store(k + slot * KV_RANK + latent_column, latent.to(stored), mask=latent_known)
+        tl.store(v + slot * 2 * HALF + pair, a.to(stored), mask=turned)
+        tl.store(v + slot * 2 * HALF + HALF + pair, b.to(stored), mask=turned)
+
+
+@triton.jit
+def latent_attention_kernel(
+    q_latent, q_rope, table, k, v, k_scale, v_scale, positions, query_start, kv_len, page_table, out, partial, stats,
+    rows_total, latent_token, latent_head, rope_token, rope_head, table_width, max_pages, segment_length, scale,
+    HEADS: tl.constexpr, KV_RANK: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr, M: tl.constexpr,
+    N: tl.constexpr, INTERLEAVED: tl.constexpr, SCALED: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """M (token, head) rows of one request against one segment of its cached tokens.
+
+    SPLIT: leaves the unnormalised sum in partial [segments, rows_total * HEADS, KV_RANK] and (max, sum) in stats
+    [2, segments, rows_total * HEADS]; otherwise the segment is the whole context and out [T, HEADS, KV_RANK] is final.
+    """
+    block, request, segment = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    start, end = tl.load(query_start + request), tl.load(query_start + request + 1)
+    length = tl.load(kv_len + request)
+    first_token = segment * segment_length
+    if (block * M < (end - start) * HEADS) & (first_token < length):
+        dtype: tl.constexpr = q_latent.dtype.element_ty
+        m = block * M + tl.arange(0, M)
+        token = (start + m // HEADS).to(tl.int64)
+        head = m % HEADS
+        live = token < end
+        column, pair = tl.arange(0, KV_RANK), tl.arange(0, HALF)
+        position = tl.load(positions + token, mask=live, other=-1)
+        at = (token * latent_token + head * latent_head)[:, None] + column[None, :]
+        ql = tl.load(q_latent + at, mask=live[:, None], other=0.0)
+        at = (token * rope_token + head * rope_head)[:, None] + (2 * pair if INTERLEAVED else pair)[None, :]
+        a = tl.load(q_rope + at, mask=live[:, None], other=0.0).to(tl.float32)
+        b = tl.load(q_rope + at + (1 if INTERLEAVED else HALF), mask=live[:, None], other=0.0).to(tl.float32)
+        at = tl.maximum(position, 0).to(tl.int64)[:, None] * table_width + pair[None, :]
+        cos, sin = tl.load(table + at), tl.load(table + at + HALF)
+        qa, qb = (a * cos - b * sin).to(dtype), (b * cos + a * sin).to(dtype)
+
+        best = tl.full((M,), float("-inf"), tl.float32)
+        total = tl.zeros((M,), tl.float32)
+        acc = tl.zeros((M, KV_RANK), tl.float32)
+        newest = tl.max(position, 0) + 1
+        last_token = tl.minimum(tl.minimum(first_token + segment_length, length), newest)
+        for n in range(first_token, last_token, N):
+            cached = n + tl.arange(0, N)
+            known = cached < last_token
+            page = tl.load(page_table + request * max_pages + cached // PAGE, mask=known, other=0).to(tl.int64)
+            slot = page * PAGE + cached % PAGE
+            c = tl.load(k + slot[:, None] * KV_RANK + column[None, :], mask=known[:, None], other=0.0).to(dtype)
+            turned_at = v + slot[None, :] * (2 * HALF) + pair[:, None]
+            ra = tl.load(turned_at, mask=known[None, :], other=0.0).to(dtype)
+            rb = tl.load(turned_at + HALF, mask=known[None, :], other=0.0).to(dtype)
+            scores = tl.dot(ql, tl.trans(c), input_precision="ieee")
+            turned = tl.dot(qa, ra, input_precision="ieee")
+            turned = tl.dot(qb, rb, turned, input_precision="ieee")
+            if SCALED:
+                c_step = tl.load(k_scale + slot, mask=known, other=0.0)
+                scores = scores * c_step[None, :] + turned * tl.load(v_scale + slot, mask=known, other=0.0)[None, :]
+            else:
+                scores += turned
+            seen = known[None, :] & (cached[None, :] <= position[:, None])
+            scores = tl.where(seen, scores * scale, float("-inf"))
+            new_best = tl.maximum(best, tl.max(scores, 1))
+            safe = tl.where(new_best == float("-inf"), 0.0, new_best)
+            p = tl.exp(scores - safe[:, None])
+            shrink = tl.exp(best - safe)
+            total = total * shrink + tl.sum(p, 1)
+            if SCALED:
+                p *= c_step[None, :]
+            acc = tl.dot(p.to(dtype), c, acc * shrink[:, None], input_precision="ieee")
+            best = new_best
+        line = token * HEADS + head
+        if SPLIT:
+            lines = rows_total.to(tl.int64) * HEADS
+            tl.store(partial + (segment * lines + line)[:, None] * KV_RANK + column[None, :], acc, mask=live[:, None])
+            tl.store(stats + segment * lines + line, best, mask=live)
+            tl.store(stats + (tl.num_programs(2) + segment) * lines + line, total, mask=live)
+        else:
+            value = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+            tl.store(out + line[:, None] * KV_RANK + column[None, :], value.to(dtype), mask=live[:, None])
+
+
+@triton.jit
+def combine_kernel(
+    partial, stats, kv_len, out, lines, segments, segment_length, HEADS: tl.constexpr, KV_RANK: tl.constexpr
+):
+    """The segments of one (token, head) of a decode step, in order; zeros where nothing is cached."""
+    line = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, KV_RANK)
+    length = tl.load(kv_len + line // HEADS)
+    used = tl.minimum((length + segment_length - 1) // segment_length, segments)
+    best = -float("inf")
+    for segment in range(used):
+        best = tl.maximum(best, tl.load(stats + segment * lines + line))
+    total = 0.0
+    acc = tl.zeros((KV_RANK,), tl.float32)
+    for segment in range(used):
+        share = tl.exp(tl.load(stats + segment * lines + line) - best)
+        total += share * tl.load(stats + (segments + segment) * lines + line)
+        acc += share * tl.load(partial + (segment * lines + line) * KV_RANK + column)
+    value = acc / tl.where(total == 0.0, 1.0, total)
+    tl.store(out + line * KV_RANK + column, value.to(out.dtype.element_ty))
+
+
+def latent_write(
+    y: Tensor, spec: LatentAttention, q_weight: Tensor, kv_weight: Tensor, table: Tensor, batch: Batch,
+    cache: LayerCache, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """See `engine.kernels.mla.latent_write`."""
+    parts, rows = (1, y.shape[0]) if y.dim() == 2 else (y.shape[0], y.shape[1])
+    q = torch.empty(rows, spec.q_rank, dtype=dtype, device=y.device)
+    half = spec.rope_dim // 2
+    latent_write_kernel[(rows,)](
+        y, q_weight, kv_weight, table, batch.positions, batch.slots, q, cache.k, cache.v, cache.k_scale, cache.v_scale,
+        rows * y.shape[-1], table.stride(0), spec.latent_eps, spec.q_rank, spec.kv_rank, half,
+        triton.next_power_of_2(spec.q_rank), triton.next_power_of_2(spec.kv_rank), triton.next_power_of_2(half),
+        spec.rope.interleaved, cache.k_scale is not None, parts, num_warps=4,
+    )  # fmt: skip
+    return q
+
+
+def latent_attention(
+    q_latent: Tensor, q_rope: Tensor, spec: LatentAttention, table: Tensor, batch: Batch, cache: LayerCache
+) -> Tensor:
+    """See `engine.kernels.mla.latent_attention`; kv_rank and rope_dim are powers of two."""
+    rows, heads, rank = q_latent.shape
+    requests = batch.kv_len.shape[0]
+    out = torch.empty(rows, heads, rank, dtype=q_latent.dtype, device=q_latent.device)
+    segment, segments = _segments(batch)
+    most = 64 if cache.k_scale is None else 32
+    m = min(most, max(16, triton.next_power_of_2(batch.max_query * heads)))
+    partial = stats = out
+    if batch.decode:
+        partial = torch.empty(segments, rows * heads, rank, dtype=torch.float32, device=out.device)
+        stats = torch.empty(2, segments, rows * heads, dtype=torch.float32, device=out.device)
+    else:
+        out.zero_()
+    latent_attention_kernel[(triton.cdiv(batch.max_query * heads, m), requests, segments)](
+        q_latent, q_rope, table, cache.k, cache.v, cache.k_scale, cache.v_scale, batch.positions, batch.query_start,
+        batch.kv_len, batch.page_table, out, partial, stats, rows, q_latent.stride(0), q_latent.stride(1),
+        q_rope.stride(0), q_rope.stride(1), table.stride(0), batch.page_table.stride(0), segment, spec.scale,
+        heads, rank, spec.rope_dim // 2, cache.page_size, m, 32, spec.rope.interleaved, cache.k_scale is not None,
+        batch.decode, num_warps=8 if m >= 32 else 4, num_stages=2,
+    )  # fmt: skip
+    if batch.decode:
+        combine_kernel[(rows * heads,)](
+            partial, stats, batch.kv_len, out, rows * heads, segments, segment, heads, rank, num_warps=4
+        )
+    return out
+
+
+def _segments(batch: Batch) -> tuple[int, int]:
+    """(tokens a segment, segments): by the bound on the context alone, never by the batch."""
+    if not batch.decode:
+        return batch.max_kv, 1
+    segment = SEGMENT
+    while segment * MOST_SEGMENTS < batch.max_kv:
+        segment *= 2
+    return segment, triton.cdiv(batch.max_kv, segment)

@@ -1,0 +1,48 @@
+"""Kernels compiled offline: the attention and sampling kernels must fit every GPU and not grow unnoticed.
+
+A child process compiles, because this one may run kernels in Triton's interpreter.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools.compile_offline import main_loop, problems, spills
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("case", ["decode qwen3 int8", "prefill qwen3.5", "add_rms_norm"])
+def test_a_kernel_compiles_for_every_gpu_within_its_record(case):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-m", "tools.compile_offline", case]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert all(target in done.stdout for target in ("sm_80", "sm_90", "sm_120"))
+
+
+def test_every_record_is_clean():
+    record = json.loads((ROOT / "tools/compiled_kernels.json").read_text())
+    assert problems(record, record) == []
+
+
+def test_problems_are_named():
+    good = {"registers": 100, "spilled": 0, "shared": 1000, "loop": 200, "loop_per_key": 3.0}
+    record = {"k": {"sm_120": good}}
+    assert problems({"k": {"sm_120": good}}, record) == []
+    assert "spills 8 times in its loops on sm_120" in problems({"k": {"sm_120": good | {"spilled": 8}}}, record)[0]
+    assert "needs 101377 bytes" in problems({"k": {"sm_120": good | {"shared": 101377}}}, record)[0]
+    assert "loop 200 -> 213" in problems({"k": {"sm_120": good | {"loop": 213}}}, record)[0]
+    assert "has no record for sm_120" in problems({"new": {"sm_120": good}}, record)[0]
+
+
+def test_the_main_loop_is_the_longest_innermost_one_with_matrix_instructions():
+    lines = ["MOV R1, R2", "HMMA.16816.F32 R4, R4", "ADD R1", "@P0 BRA 0x10", "ADD R2", "ADD R2", "ADD R3", "ADD R4",
+             "@P1 BRA 0x40", "@P2 BRA 0x0", "EXIT"]  # fmt: skip
+    sass = "\n".join(f"        /*{16 * i:04x}*/                   {line} ;" for i, line in enumerate(lines))
+    assert main_loop(sass) == ["HMMA.16816.F32 R4, R4", "ADD R1", "@P0 BRA 0x10"]
+    assert spills(["STL [R1], R2", "LDL.64 R2, [R1]", "LDS R1, [R2]"]) == 2

@@ -1,0 +1,97 @@
+"""The launches that compile_offline.py compiles: real launch functions on shapes without data (device "meta").
+
+To add a kernel, add a function to CASES that launches it through engine.kernels._launch.launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from engine.batch import Batch, LayerCache
+from engine.config import Attention, Rope
+from engine.kernels.activation import clamped_swiglu_triton, silu_mul_triton
+from engine.kernels.attention_decode import decode_attention_triton
+from engine.kernels.attention_prefill import prefill_attention_triton
+from engine.kernels.norm import add_rms_norm_triton, rms_norm_triton
+from engine.kernels.rope import projection_width, qk_norm_rope_write_triton
+from engine.kernels.sample import SamplingTensors, sample_triton
+
+BF16, FP8, INT8 = torch.bfloat16, torch.float8_e4m3fn, torch.int8
+QWEN3 = Attention(32, 8, 128, Rope(rotary_dim=128), 128**-0.5, qk_norm=True)
+QWEN3_5 = Attention(16, 2, 256, Rope(rotary_dim=64), 1 / 16, qk_norm=True, output_gate=True)
+GPT_OSS = Attention(64, 8, 64, Rope("yarn", rotary_dim=64), 1 / 8, window=128, sinks=True, bias=True)
+
+
+def empty(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def batch(rows: int, requests: int, max_kv: int = 4096) -> Batch:
+    def ints(*shape: int) -> Tensor:
+        return empty(*shape, dtype=torch.int32)
+
+    return Batch(
+        ints(rows), ints(rows), ints(rows), ints(requests + 1), ints(requests), ints(requests, max_kv // 64),
+        ints(requests), ints(requests), rows == requests, rows // requests, max_kv,
+    )  # fmt: skip
+
+
+def cache(spec: Attention, dtype: torch.dtype) -> LayerCache:
+    shape = (1024, spec.kv_heads, 64, spec.head_dim)
+    scales = [empty(*shape[:3], dtype=torch.float32) if dtype in (FP8, INT8) else None for _ in range(2)]
+    return LayerCache(empty(*shape, dtype=dtype), empty(*shape, dtype=dtype), *scales)
+
+
+def decode(spec: Attention, dtype: torch.dtype) -> None:
+    sinks = empty(spec.heads) if spec.sinks else None
+    q = empty(16, spec.heads, spec.head_dim)
+    decode_attention_triton(q, cache(spec, dtype), batch(16, 16), spec.scale, spec.window, sinks)
+
+
+def prefill(spec: Attention, dtype: torch.dtype) -> None:
+    sinks = empty(spec.heads) if spec.sinks else None
+    q = empty(2048, spec.heads, spec.head_dim)
+    prefill_attention_triton(q, cache(spec, dtype), batch(2048, 2), spec.scale, spec.window, sinks)
+
+
+def rope(spec: Attention, dtype: torch.dtype, splits: int) -> None:
+    width = projection_width(spec)
+    weights = [empty(spec.head_dim) if spec.qk_norm else None for _ in range(2)]
+    y = empty(splits, 16, width, dtype=torch.float32) if splits else empty(16, width)
+    bias = empty(width) if spec.bias else None
+    table = empty(4096, spec.rope.rotary_dim, dtype=torch.float32)
+    qk_norm_rope_write_triton(y, spec, *weights, bias, 1e-6, False, table, batch(16, 16), cache(spec, dtype))
+
+
+def sample(greedy: bool) -> None:
+    columns = [empty(16, dtype=d) for d in (torch.float32, torch.int32, torch.float32, torch.int64, torch.int32)]
+    sample_triton(empty(16, 151936), SamplingTensors(*columns, greedy))
+
+
+def partials(splits: int, rows: int, width: int) -> Tensor:
+    return empty(splits, rows, width, dtype=torch.float32)
+
+
+CASES: dict[str, Callable[[], object]] = {
+    "rms_norm": lambda: rms_norm_triton(empty(16, 5120), empty(5120), 1e-6),
+    "add_rms_norm": lambda: add_rms_norm_triton(partials(4, 16, 5120), empty(16, 5120), empty(5120), 1e-6),
+    "silu_mul": lambda: silu_mul_triton(partials(4, 16, 34816)),
+    "clamped_swiglu": lambda: clamped_swiglu_triton(empty(16, 5760), 7.0, 1.702),
+    "rope qwen3": lambda: rope(QWEN3, BF16, 4),
+    "rope qwen3.5 int8": lambda: rope(QWEN3_5, INT8, 0),
+    "rope gpt-oss fp8": lambda: rope(GPT_OSS, FP8, 0),
+    "decode qwen3": lambda: decode(QWEN3, BF16),
+    "decode qwen3 int8": lambda: decode(QWEN3, INT8),
+    "decode qwen3 fp8": lambda: decode(QWEN3, FP8),
+    "decode qwen3.5": lambda: decode(QWEN3_5, BF16),
+    "decode gpt-oss": lambda: decode(GPT_OSS, BF16),
+    "prefill qwen3": lambda: prefill(QWEN3, BF16),
+    "prefill qwen3 int8": lambda: prefill(QWEN3, INT8),
+    "prefill qwen3.5": lambda: prefill(QWEN3_5, BF16),
+    "prefill gpt-oss": lambda: prefill(GPT_OSS, BF16),
+    "sample": lambda: sample(False),
+    "sample greedy": lambda: sample(True),
+}

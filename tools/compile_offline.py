@@ -1,0 +1,188 @@
+"""Compiles every kernel for sm_80, sm_90 and sm_120 without a GPU and reports what the compiler made of it.
+
+    python -m tools.compile_offline [FILTER] [--targets 80,90,120] [--write]
+
+For every kernel: registers a thread, accesses to spilled registers in loops, shared memory, instructions of the main
+loop (the longest innermost loop, preferring one with matrix instructions) and those per key. `--write` records the
+figures in tools/compiled_kernels.json; without it they are compared with the record. A kernel fails when it spills in a
+loop, needs more shared memory than the GPU has, or its loop or its registers have grown by more than 5%.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.kernels._launch import Launch, launch_options
+from tools.compile_cases import CASES
+
+RECORD = Path(__file__).with_name("compiled_kernels.json")
+SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 120: 99 * 1024}
+GROWTH = 1.05
+TYPES = {
+    torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int8: "i8", torch.uint8: "u8",
+    torch.int32: "i32", torch.int64: "i64", torch.float8_e4m3fn: "fp8e4nv",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """`loop`: SASS instructions of the main loop (0: none); `loop_per_key`: that by the keys of a tile."""
+
+    registers: int
+    spilled: int
+    shared: int
+    loop: int
+    loop_per_key: float | None = None
+
+
+def compile_launch(launch: Launch, target: int) -> Compiled:
+    """Compiles a recorded launch as Triton's launcher would specialise it."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = launch.kernel.arg_names
+    values = dict(zip(names, launch.args, strict=False)) | {k: v for k, v in launch.meta.items() if k in names}
+    fixed = [parameter.do_not_specialize for parameter in launch.kernel.params]
+    signature, constants, attributes = {}, {}, {}
+    for index, name in enumerate(names):
+        value = values[name]
+        signature[name] = "constexpr" if name in launch.meta else _type_of(value, fixed[index])
+        if signature[name] == "constexpr":
+            constants[(index,)] = value
+        elif isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0 and not fixed[index]):
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    options = {k: v for k, v in launch.meta.items() if k not in names}
+    source = ASTSource(launch.kernel, signature, constants, attributes)
+    built = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
+    sass, usage = _disassemble(built.asm["cubin"])
+    loop = len(main_loop(sass))
+    keys = launch.meta.get("BLOCK_N")
+    return Compiled(
+        registers=int(re.search(r"REG:(\d+)", usage)[1]),
+        spilled=sum(spills(body) for body in loops(sass)),
+        shared=built.metadata.shared,
+        loop=loop,
+        loop_per_key=round(loop / keys, 2) if keys else None,
+    )
+
+
+def _type_of(value: Any, fixed: bool) -> str:
+    """The type of an argument in a signature; `fixed`: the kernel takes it as it comes, even a 1."""
+    if isinstance(value, torch.Tensor):
+        return "*" + TYPES[value.dtype]
+    if value is None or (value == 1 and not fixed):
+        return "constexpr"
+    return "fp32" if isinstance(value, float) else "i32"
+
+
+def _disassemble(cubin: bytes) -> tuple[str, str]:
+    """(SASS, resource usage) of a cubin, by the cuobjdump that comes with Triton."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        sass, usage = (
+            subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
+            for option in ("-sass", "-res-usage")
+        )
+    return sass, usage
+
+
+def loops(sass: str) -> list[list[str]]:
+    """The instructions of every innermost loop: from the target of a backward branch to the branch."""
+    code = [(int(address, 16), text) for address, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]+);", sass)]
+    back = []
+    for address, text in code:
+        branch = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)
+        if branch and int(branch[1], 16) < address:
+            back.append((int(branch[1], 16), address))
+    inner = [a for a in back if not any(a[0] <= b[0] and b[1] <= a[1] and a != b for b in back)]
+    return [[text for address, text in code if start <= address <= end] for start, end in inner]
+
+
+def main_loop(sass: str) -> list[str]:
+    """The longest innermost loop, of those with matrix instructions where there are any; empty without a loop."""
+    bodies = loops(sass)
+    with_matrix = [body for body in bodies if any("MMA" in text for text in body)]
+    return max(with_matrix or bodies, key=len, default=[])
+
+
+def spills(instructions: list[str]) -> int:
+    """Accesses to local memory."""
+    return sum(bool(re.search(r"\b(?:STL|LDL)\b", text)) for text in instructions)
+
+
+def compile_all(pattern: str, targets: list[int]) -> dict[str, dict[str, Any]]:
+    """{"case / kernel": {"sm_90": figures}} of every case whose name holds the pattern."""
+    found: dict[str, dict[str, Any]] = {}
+    for case in [name for name in CASES if pattern in name]:
+        for target in targets:
+            if target < 89 and "fp8" in case:
+                continue
+            with launch_options(recorded=[], capability=(target // 10, target % 10)) as options:
+                CASES[case]()
+                launches = options.recorded or []
+            for launch in launches:
+                name = f"{case} / {launch.kernel.__name__}"
+                found.setdefault(name, {})[f"sm_{target}"] = asdict(compile_launch(launch, target))
+    return found
+
+
+def problems(found: dict[str, dict[str, Any]], record: dict[str, dict[str, Any]]) -> list[str]:
+    """One line for everything that is wrong: spills, too much shared memory, growth, a case without a record."""
+    lines = []
+    for name, by_target in found.items():
+        for target, now in by_target.items():
+            limit = SHARED_LIMIT[int(target[3:])]
+            if now["spilled"]:
+                lines.append(
+                    f"{name} spills {now['spilled']} times in its loops on {target}: use smaller tiles or more warps"
+                )
+            if now["shared"] > limit:
+                lines.append(f"{name} needs {now['shared']} bytes of shared memory on {target}, which has {limit}")
+            before = record.get(name, {}).get(target)
+            if before is None:
+                lines.append(f"{name} has no record for {target}: run python -m tools.compile_offline --write")
+                continue
+            for figure in ("loop", "registers"):
+                if now[figure] > before[figure] * GROWTH + 2:
+                    lines.append(f"{name} grew on {target}: {figure} {before[figure]} -> {now[figure]}")
+    return lines
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("filter", nargs="?", default="")
+    parser.add_argument("--targets", default="80,90,120")
+    parser.add_argument("--write", action="store_true")
+    options = parser.parse_args()
+    record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    found = compile_all(options.filter, [int(t) for t in options.targets.split(",")])
+    for name, by_target in found.items():
+        for target, f in by_target.items():
+            print(f"{name:52} {target:7} reg {f['registers']:3} spill {f['spilled']:4} smem {f['shared']:6} "
+                  f"loop {f['loop']:5} per key {f['loop_per_key'] or ''}")  # fmt: skip
+    if options.write:
+        for name, by_target in found.items():
+            record.setdefault(name, {}).update(by_target)
+        RECORD.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+    lines = problems(found, record)
+    print("\n".join(lines), file=sys.stderr)
+    return 1 if lines else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

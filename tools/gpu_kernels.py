@@ -1,0 +1,358 @@
+"""Checks and times the small kernels and attention on a GPU.
+
+    python -m tools.gpu_kernels [FILTER] [--check-only] [--tune] [--no-pdl] [--json FILE]
+
+Every case is compared with float64 mathematics first. Timing: a CUDA graph holds many launches over inputs that
+together exceed the L2 cache (one set of inputs each), and is replayed; median. Bytes are those that must move: inputs
+and outputs once. `--tune` times other tile shapes of the attention kernels beside the ones in use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engine.batch import Batch, LayerCache
+from engine.config import Attention, Rope
+from engine.kernels import activation, attention_decode, attention_prefill, norm, rope, sample
+from engine.kernels._launch import launch_options
+
+BANDWIDTH = 4.3e12
+MATRIX_RATE = 780e12
+L2_BYTES = 60e6
+DEVICE = "cuda"
+BF16, FP8, INT8 = torch.bfloat16, torch.float8_e4m3fn, torch.int8
+
+
+@dataclass
+class Case:
+    """`make(i)` builds the i-th set of inputs as a launch; `check` gives the largest error relative to the bound."""
+
+    name: str
+    bytes: float
+    make: Callable[[int], Callable[[], object]]
+    check: Callable[[], float] | None = None
+    flops: float = 0.0
+
+
+def timed(case: Case) -> float:
+    """Microseconds of one launch: median over replays of a graph that holds a launch of every set of inputs."""
+    sets = int(min(24, max(3, 3 * L2_BYTES // max(case.bytes, 1)))) if not case.flops else 3
+    launches = [case.make(i) for i in range(sets)]
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for launch in launches:
+            launch()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for _, launch in itertools.product(range(1 if case.flops else 4), launches):
+                launch()
+        times = []
+        for _ in range(8):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record(stream)
+            graph.replay()
+            end.record(stream)
+            stream.synchronize()
+            times.append(begin.elapsed_time(end) * 1e3 / (sets * (1 if case.flops else 4)))
+    return statistics.median(times[1:])
+
+
+def random(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+def error(out: Tensor, expected: Tensor, bound: float) -> float:
+    """Largest |difference| / (bound * (1 + |expected|)): above 1 is a failure."""
+    return float(((out.double() - expected.double()).abs() / (bound * (1 + expected.double().abs()))).max())
+
+
+def make_batch(query: int, lengths: list[int], page: int = 64) -> tuple[Batch, int]:
+    """Requests with `query` new rows each and shuffled pages; (batch, pages of the pool)."""
+    counts = [-(-n // page) for n in lengths]
+    pages = torch.randperm(sum(counts)).int() + 1
+    table = torch.zeros((len(lengths), max(counts)), dtype=torch.int32)
+    for r, (count, piece) in enumerate(zip(counts, pages.split(counts), strict=True)):
+        table[r, :count] = piece
+    positions = torch.cat([torch.arange(n - query, n) for n in lengths]).int()
+    owner = torch.arange(len(lengths)).repeat_interleave(query)
+    slots = table[owner, positions // page] * page + positions % page
+    ints = [torch.arange(0, query * len(lengths) + 1, query), torch.tensor(lengths), torch.zeros(len(lengths))]
+    start, kv_len, states = (t.int().to(DEVICE) for t in ints)
+    batch = Batch(
+        positions.to(DEVICE), positions.to(DEVICE), slots.int().to(DEVICE), start, kv_len, table.to(DEVICE),
+        states, states, query == 1, query, max(lengths),
+    )  # fmt: skip
+    return batch, sum(counts) + 1
+
+
+def make_cache(pages: int, kv_heads: int, dim: int, dtype: torch.dtype, page: int = 64) -> LayerCache:
+    shape = (pages, kv_heads, page, dim)
+    if dtype not in (INT8, FP8):
+        return LayerCache(random(*shape, dtype=dtype), random(*shape, dtype=dtype))
+    k, v = (torch.randint(-100, 101, shape, dtype=torch.int8, device=DEVICE) for _ in range(2))
+    scales = [torch.rand(shape[:3], device=DEVICE) * 0.01 + 0.01 for _ in range(2)]
+    return LayerCache(*((t if dtype == INT8 else t.to(torch.float16).to(FP8)) for t in (k, v)), *scales)
+
+
+# ------------------------------------------------------------------------------------------------ small kernels
+
+
+def norm_cases() -> Iterator[Case]:
+    for rows, width, splits in [
+        (1, 5120, 4),
+        (1, 5120, 16),
+        (1, 2048, 8),
+        (16, 5120, 4),
+        (64, 5120, 4),
+        (8192, 5120, 0),
+    ]:
+
+        def make(_: int, rows=rows, width=width, splits=splits) -> Callable[[], Tensor]:
+            y = random(splits, rows, width, dtype=torch.float32) if splits else random(rows, width)
+            residual, weight = random(rows, width), random(width)
+            return lambda: norm.add_rms_norm(y, residual, weight, 1e-6)
+
+        def check(rows=rows, width=width, splits=splits) -> float:
+            y = random(splits, rows, width, dtype=torch.float32) if splits else random(rows, width)
+            residual, weight = random(rows, width), random(width)
+            summed = residual.double() + (y.double().sum(0) if splits else y.double())
+            out = norm.add_rms_norm(y, residual, weight, 1e-6)
+            wide = residual.double()
+            expected = wide * (wide.pow(2).mean(1, keepdim=True) + 1e-6).rsqrt() * weight.double()
+            return max(error(residual, summed, 0.004), error(out, expected, 0.004))
+
+        moved = rows * width * (4 * splits if splits else 2) + 3 * rows * width * 2
+        yield Case(f"add_rms_norm {rows} x {width}, {splits} partials", moved, make, check)
+
+
+def activation_cases() -> Iterator[Case]:
+    for rows, width, splits in [(1, 17408, 2), (16, 17408, 2), (64, 17408, 0), (8192, 17408, 0)]:
+
+        def make(_: int, rows=rows, width=width, splits=splits) -> Callable[[], Tensor]:
+            y = random(splits, rows, 2 * width, dtype=torch.float32) if splits else random(rows, 2 * width)
+            return lambda: activation.silu_mul(y)
+
+        def check(rows=rows, width=width, splits=splits) -> float:
+            y = random(splits, rows, 2 * width, dtype=torch.float32) if splits else random(rows, 2 * width)
+            gate, up = (y.double().sum(0) if splits else y.double()).chunk(2, -1)
+            swiglu = activation.clamped_swiglu(y, 7.0, 1.702)
+            return max(error(activation.silu_mul(y), gate.sigmoid() * gate * up, 0.004),
+                       error(swiglu, activation.clamped_swiglu_reference(y, 7.0, 1.702), 0.008))  # fmt: skip
+
+        moved = rows * width * ((8 * splits if splits else 4) + 2)
+        yield Case(f"silu_mul {rows} x {width}, {splits} partials", moved, make, check)
+
+
+QWEN3 = Attention(64, 8, 128, Rope(rotary_dim=128, theta=1e6), 128**-0.5, qk_norm=True)
+QWEN3_5 = Attention(16, 2, 256, Rope(rotary_dim=64, theta=1e7), 1 / 16, qk_norm=True, output_gate=True)
+
+
+def rope_cases() -> Iterator[Case]:
+    for spec, rows, splits, dtype in [(QWEN3, 1, 4, BF16), (QWEN3, 64, 4, BF16), (QWEN3, 64, 4, INT8),
+                                      (QWEN3, 64, 4, FP8), (QWEN3_5, 16, 2, BF16), (QWEN3, 8192, 0, BF16)]:  # fmt: skip
+        width = rope.projection_width(spec)
+
+        def inputs(spec=spec, rows=rows, splits=splits, dtype=dtype, width=width) -> tuple:
+            batch, pages = make_batch(1, [100] * rows) if rows <= 64 else make_batch(rows, [rows])
+            cache = make_cache(pages, spec.kv_heads, spec.head_dim, dtype)
+            y = random(splits, rows, width, dtype=torch.float32) if splits else random(rows, width)
+            table = rope.rope_table(spec.rope, max(128, rows), DEVICE)
+            weights = [random(spec.head_dim) for _ in range(2)]
+            return (y, spec, *weights, None, 1e-6, False, table, batch, cache)
+
+        def make(_: int, inputs=inputs) -> Callable[[], object]:
+            arguments = inputs()
+            return lambda: rope.qk_norm_rope_write(*arguments, dtype=BF16)
+
+        def check(inputs=inputs) -> float:
+            arguments = inputs()
+            cache = arguments[-1]
+            twin = LayerCache(
+                *(None if t is None else t.clone() for t in (cache.k, cache.v, cache.k_scale, cache.v_scale))
+            )
+            q, gate = rope.qk_norm_rope_write(*arguments, dtype=BF16)
+            q2, gate2 = rope.qk_norm_rope_write_reference(*arguments[:-1], twin, dtype=BF16)
+            errors = [error(q, q2, 0.008)] + ([] if gate is None else [error(gate, gate2, 0.008)])
+            step = {INT8: 1.01, FP8: 33.0}.get(cache.k.dtype)
+            for ours, theirs in ((cache.k, twin.k), (cache.v, twin.v)):
+                difference = (ours.float() - theirs.float()).abs().max()
+                errors.append(float(difference / step) if step else error(ours, theirs, 0.008))
+            return max(errors)
+
+        moved = rows * (width * (4 * splits if splits else 2) + width * 2)
+        yield Case(
+            f"qk_norm_rope {spec.heads}/{spec.kv_heads}x{spec.head_dim} {rows} rows {str(dtype)[6:]}",
+            moved,
+            make,
+            check,
+        )
+
+
+def sample_cases() -> Iterator[Case]:
+    kinds = {"greedy": (0.0, 0, 1.0), "temperature": (0.8, 0, 1.0), "top-p": (0.8, 0, 0.95), "top-k": (0.8, 40, 1.0),
+             "top-k and top-p": (0.8, 40, 0.95)}  # fmt: skip
+    for rows, (kind, (temperature, top_k, top_p)) in itertools.product((1, 64), kinds.items()):
+
+        def inputs(i: int, rows=rows, t=temperature, k=top_k, p=top_p) -> tuple[Tensor, sample.SamplingTensors]:
+            def column(value: float, dtype: torch.dtype) -> Tensor:
+                return torch.full((rows,), value, dtype=dtype, device=DEVICE)
+
+            seeds, positions = torch.arange(rows, device=DEVICE) + i, torch.arange(rows, device=DEVICE).int()
+            columns = column(t, torch.float32), column(k, torch.int32), column(p, torch.float32), seeds, positions
+            return random(rows, 248320, dtype=torch.float32) * 3, sample.SamplingTensors(*columns, t == 0)
+
+        def make(i: int, inputs=inputs) -> Callable[[], Tensor]:
+            logits, params = inputs(i)
+            return lambda: sample.sample(logits, params)
+
+        def check(inputs=inputs) -> float:
+            logits, params = inputs(5)
+            agree = sample.sample(logits, params) == sample.sample_reference(logits, params)
+            return float((~agree).float().mean()) / 0.02
+
+        yield Case(f"sample {rows} x 248320 {kind}", rows * 248320 * 4, make, check)
+
+
+# ---------------------------------------------------------------------------------------------------- attention
+
+
+def dense(q: Tensor, cache: LayerCache, batch: Batch, spec: Attention, rows: list[tuple[int, int, int]]) -> Tensor:
+    """float64 attention of chosen rows (row, request, tokens it sees)."""
+    out = []
+    for row, request, length in rows:
+        pages = batch.page_table[request, : -(-length // 64)]
+        k = attention_prefill.cached_rows(cache.k, cache.k_scale, pages, length).double()
+        v = attention_prefill.cached_rows(cache.v, cache.v_scale, pages, length).double()
+        grouped = q[row].double().reshape(spec.kv_heads, -1, spec.head_dim)
+        out.append((torch.softmax(grouped @ k.transpose(1, 2) * spec.scale, -1) @ v).reshape(spec.heads, -1))
+    return torch.stack(out)
+
+
+def decode_cases(tune: bool) -> Iterator[Case]:
+    geometries = [(32, 8, 128), (64, 8, 128), (64, 4, 128), (16, 2, 256)]
+    loads = [(1, 1000), (1, 64000), (64, 4000), (16, 1000)]
+    for (heads, kv_heads, dim), (requests, length), dtype in itertools.product(geometries, loads, (BF16, INT8, FP8)):
+        if dtype != BF16 and (requests, length) in [(1, 1000), (16, 1000)]:
+            continue
+        spec = Attention(heads, kv_heads, dim, Rope(rotary_dim=dim), dim**-0.5)
+        size = torch.empty((), dtype=dtype).element_size()
+        moved = requests * length * kv_heads * 2 * (dim * size + (4 if size == 1 else 0))
+        name = f"decode {requests} x {length}, {heads}/{kv_heads}x{dim} {str(dtype)[6:]}"
+
+        def inputs(spec=spec, requests=requests, length=length, dtype=dtype) -> tuple:
+            batch, pages = make_batch(1, [length] * requests)
+            cache = make_cache(pages, spec.kv_heads, spec.head_dim, dtype)
+            return random(requests, spec.heads, spec.head_dim), cache, batch
+
+        def check(inputs=inputs, spec=spec, length=length) -> float:
+            q, cache, batch = inputs()
+            row = q.shape[0] - 1
+            out = attention_decode.decode_attention(q, cache, batch, spec.scale)
+            assert torch.equal(out, attention_decode.decode_attention(q, cache, batch, spec.scale))
+            return error(out[row:], dense(q, cache, batch, spec, [(row, row, length)]), 0.005)
+
+        configs = [None]
+        if tune:
+            shapes = itertools.product((32, 64, 128), (4, 8), (3, 5, 7), (2, 3, 4))
+            configs += [dict(zip(("BLOCK_N", "num_warps", "num_stages", "programs"), s, strict=True)) for s in shapes]
+        for config in configs:
+
+            def make(_: int, inputs=inputs, spec=spec, config=config) -> Callable[[], Tensor]:
+                q, cache, batch = inputs()
+                return lambda: attention_decode.decode_attention_triton(q, cache, batch, spec.scale, config=config)
+
+            label = name if config is None else f"{name} {tuple(config.values())}"
+            yield Case(label, moved, make, None if config else check)
+
+
+def prefill_cases(tune: bool) -> Iterator[Case]:
+    loads = [(1, 1024, 1024), (1, 8192, 8192), (1, 2048, 16384), (16, 512, 512)]
+    for (heads, kv_heads, dim), (requests, query, length), dtype in itertools.product(
+        [(32, 8, 128), (16, 2, 256), (64, 8, 64)], loads, (BF16, FP8)
+    ):
+        if dtype == FP8 and (query, length) != (8192, 8192):
+            continue
+        spec = Attention(heads, kv_heads, dim, Rope(rotary_dim=dim), dim**-0.5)
+        pairs = requests * (query * (length - query) + query * (query + 1) / 2)
+        name = f"prefill {requests} x {query} of {length}, {heads}/{kv_heads}x{dim} {str(dtype)[6:]}"
+
+        def inputs(spec=spec, requests=requests, query=query, length=length, dtype=dtype) -> tuple:
+            batch, pages = make_batch(query, [length] * requests)
+            cache = make_cache(pages, spec.kv_heads, spec.head_dim, dtype)
+            return random(requests * query, spec.heads, spec.head_dim), cache, batch
+
+        def check(inputs=inputs, spec=spec, requests=requests, query=query, length=length) -> float:
+            q, cache, batch = inputs()
+            out = attention_prefill.prefill_attention(q, cache, batch, spec.scale)
+            picks = [(r, r // query, length - query + r % query + 1) for r in (0, 63, query // 2 + 1, len(q) - 1)]
+            expected = dense(q, cache, batch, spec, picks)
+            return error(out[[row for row, _, _ in picks]], expected, 0.006)
+
+        configs = [None]
+        if tune:
+            shapes = itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3, 5))
+            configs += [dict(zip(("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"), s, strict=True)) for s in shapes]
+        for config in configs:
+
+            def make(_: int, inputs=inputs, spec=spec, config=config) -> Callable[[], Tensor]:
+                q, cache, batch = inputs()
+                return lambda: attention_prefill.prefill_attention_triton(q, cache, batch, spec.scale, config=config)
+
+            label = name if config is None else f"{name} {tuple(config.values())}"
+            yield Case(label, 1, make, None if config else check, flops=4 * pairs * heads * dim)
+        if query == length and dtype == BF16:
+
+            def library(_: int, spec=spec, requests=requests, query=query) -> Callable[[], Tensor]:
+                q = random(requests, spec.heads, query, spec.head_dim)
+                k, v = (random(requests, spec.kv_heads, query, spec.head_dim) for _ in range(2))
+                return lambda: torch.nn.functional.scaled_dot_product_attention(
+                    q, k, v, is_causal=True, enable_gqa=True
+                )
+
+            yield Case(f"{name} (PyTorch, fresh keys)", 1, library, flops=4 * pairs * heads * dim)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("filter", nargs="?", default="")
+    parser.add_argument("--check-only", action="store_true")
+    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--no-pdl", action="store_true")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    cases = itertools.chain(norm_cases(), activation_cases(), rope_cases(), sample_cases(),
+                            decode_cases(options.tune), prefill_cases(options.tune))  # fmt: skip
+    rows = []
+    print(f"{'kernel':64} {'error/bound':>11} {'MB':>8} {'us':>9} {'of limit':>8}")
+    with launch_options(pdl=not options.no_pdl):
+        for case in (c for c in cases if options.filter in c.name):
+            try:
+                bad = case.check() if case.check else float("nan")
+                us = float("nan") if options.check_only else timed(case)
+            except Exception as problem:
+                print(f"{case.name:64} {type(problem).__name__}: {str(problem)[:200]}", flush=True)
+                continue
+            limit = case.flops / MATRIX_RATE if case.flops else case.bytes / BANDWIDTH
+            rows.append({"name": case.name, "error": bad, "bytes": case.bytes, "us": us, "fraction": limit * 1e6 / us})
+            mark = " WRONG" if bad > 1 else ""
+            print(
+                f"{case.name:64} {bad:11.3f} {case.bytes / 1e6:8.2f} {us:9.2f} {limit * 1e8 / us:7.1f}%{mark}",
+                flush=True,
+            )
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()
