@@ -132,7 +132,7 @@ def _disassemble(cubin: bytes) -> tuple[str, str]:
 
 def loops(sass: str) -> list[list[str]]:
     """The instructions of every innermost loop: from the target of a backward branch to the branch."""
-    code = [(int(address, 16), text) for address, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]+);", sass)]
+    code = [(int(address, 16), text.strip()) for address, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]+);", sass)]
     back = []
     for address, text in code:
         branch = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)
