@@ -86,7 +86,8 @@ def compile_launch(launch: Launch, target: int) -> Compiled:
     signature, constants, attributes = {}, {}, {}
     for index, name in enumerate(names):
         value = values[name]
-        signature[name] = "constexpr" if name in launch.meta else _type_of(value, fixed[index])
+        constant = name in launch.meta or launch.kernel.params[index].is_constexpr
+        signature[name] = "constexpr" if constant else _type_of(value, fixed[index])
         if signature[name] == "constexpr":
             constants[(index,)] = value
         elif isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0 and not fixed[index]):
