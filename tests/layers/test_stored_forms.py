@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from layer_oracle import our_config, reference_model
 
 from engine.config import DeltaNet
+from engine.kernels.moe import route, router_logits
 from engine.layers.build import Build
 from engine.layers.deltanet import interleaved_order
 from engine.layers.moe import MoeLayer
@@ -70,3 +71,16 @@ def test_shared_expert_of_another_precision(name):
     if spec.shared_gate:
         shared *= torch.sigmoid(x @ source.tensor(f"{expert}_gate.weight", (1, config.hidden)).T)
     torch.testing.assert_close(layer(x, None), routed(x, None) + shared, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "glm4_moe_lite", "gpt_oss"])
+def test_synthetic_routers_use_every_expert(name):
+    """Of 400 random tokens every one of the experts gets at least a third of its even share."""
+    config = our_config(reference_model(name), name)
+    source = SyntheticSource(config, "fp32", torch.device("cpu"), torch.float32, 0)
+    layer = MoeLayer(config.layers[-1].ffn, Build(config, source, torch.device("cpu"), torch.float32, "fused", 16), "m")
+    spec = layer.spec
+    logits = router_logits(torch.randn(400, config.hidden), layer.router)
+    ids, _ = route(logits, spec, layer.router_bias, layer.selection_bias, False)
+    counts = ids.flatten().bincount(minlength=spec.experts)
+    assert counts.min() > 400 * spec.top_k / spec.experts / 3
