@@ -140,5 +140,6 @@ def reader_for(quantization: dict[str, Any] | None, where: str) -> MatrixReader 
     if method in ("fp8", "mxfp4"):
         return None
     raise EngineError(
-        f"{where}: quantization '{method}' is not supported; gptq, awq, fp8, mxfp4 and compressed-tensors (pack-quantized) are"
+        f"{where}: quantization '{method}' is not supported; "
+        "gptq, awq, fp8, mxfp4 and compressed-tensors (pack-quantized) are"
     )
