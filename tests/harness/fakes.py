@@ -37,7 +37,9 @@ class FakeTarget:
         for n, request in enumerate(load.requests):
             if self.interrupt_at == self.loads and n == 1:
                 raise KeyboardInterrupt
-            tokens = [(sum(request.prompt) + i + (self.kernels in self.spoil)) % 1000 for i in range(request.output_tokens)]
+            tokens = [
+                (sum(request.prompt) + i + (self.kernels in self.spoil)) % 1000 for i in range(request.output_tokens)
+            ]
             times = [release + 0.01 + 0.001 * i for i in range(request.output_tokens)]
             on_answer(
                 Answer(request.request, release, release, times, [1] * len(times), len(request.prompt), 0, len(times),

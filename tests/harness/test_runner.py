@@ -21,7 +21,9 @@ OPTIONS = RunOptions(overrides=Overrides(streams=(2,), output_tokens=(6,), conte
 
 def execute(path, target, options=OPTIONS, resume=False):
     plan = make_plan(options)
-    run_folder = RunFolder.resume(path, plan) if resume else RunFolder.create(path, plan, ["run", "--api-key", "secret"])
+    run_folder = (
+        RunFolder.resume(path, plan) if resume else RunFolder.create(path, plan, ["run", "--api-key", "secret"])
+    )
     status = Runner(plan, run_folder, tools(target), SilentProgress()).run()
     run_folder.finish(status)
     return status

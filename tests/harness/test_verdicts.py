@@ -14,7 +14,9 @@ def row(variant, workload, model="Qwen3.8-27B", scenario="fused-kernels", repeti
     full = dict.fromkeys(CELL_COLUMNS, "")
     named = {"scenario": scenario, "variant": variant, "workload": workload, "model": model, "status": "complete",
              "valid": "true", "repetition": repetition}  # fmt: skip
-    shape = "-".join(f"{k}{v}" for k, v in values.items() if k in ("streams", "context_tokens", "prompt_tokens", "at_once"))
+    shape = "-".join(
+        f"{k}{v}" for k, v in values.items() if k in ("streams", "context_tokens", "prompt_tokens", "at_once")
+    )
     full |= {k: str(v) for k, v in (named | {"cell": f"{workload}-{shape}"} | values).items()}
     return full
 
@@ -190,7 +192,9 @@ def test_a_failed_request_counts():
 
 def burst(prompt, at_once, variant="ark-2.1", **values):
     values = {"prefill_tok_s": 1.0, "cached_tokens": 0} | values
-    return row(variant, "burst", "Qwen3.5-122B-A10B", "pipelined-prefill", prompt_tokens=prompt, at_once=at_once, **values)
+    return row(
+        variant, "burst", "Qwen3.5-122B-A10B", "pipelined-prefill", prompt_tokens=prompt, at_once=at_once, **values
+    )
 
 
 def test_an_absolute_count_compares_on_the_same_hardware_only():
