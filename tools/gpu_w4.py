@@ -90,9 +90,7 @@ KINDS = [dict(bn=64, stages=4), dict(bn=64, stages=6), dict(bn=128, stages=3), d
 
 def stream_variants(n, k, m):
     groups = k // 128
-    for kind, splits, steps in itertools.product(
-        KINDS, (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16), (1, 2, 3, 4, 5, 6, 8, 12)
-    ):
+    for kind, splits, steps in itertools.product(KINDS, (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16), (1, 2, 3, 4, 5, 6, 8, 12)):
         n_blocks = n // kind["bn"]
         slice_groups = -(-groups // splits)
         smem = slice_groups * 2 * max(8, m) * 128 + kind["stages"] * kind["bn"] * 66 + kind["bn"] * max(m, 8) * 4
@@ -195,9 +193,7 @@ def main() -> None:
             limit = one.nbytes / BANDWIDTH * 1e6
             for r in results[: args.show]:
                 show = " ".join(f"{a}={b}" for a, b in r.items() if a not in ("n", "k", "rows", "us", "error", "pdl"))
-                print(
-                    f"{n}x{k} m={m} {r['us']:.1f} us ({limit / r['us']:.0%} of {limit:.1f}) err {r['error']:.1e} {show}"
-                )
+                print(f"{n}x{k} m={m} {r['us']:.1f} us ({limit / r['us']:.0%} of {limit:.1f}) err {r['error']:.1e} {show}")
         del weights
     Path(args.out).write_text(json.dumps(rows))
     print(f"{time.time() - start:.0f} s in all")

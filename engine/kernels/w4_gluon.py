@@ -303,9 +303,7 @@ def w4_tile_kernel(
         async_copy.wait_group(STAGES - 3)
         gl.thread_barrier()
         after = (tile + 1) % STAGES
-        a_next = (
-            _a_operand(w_ring.index(after).load(w_layout), BN, a_layout) * s_ring.index(after).load(a_rows)[:, None]
-        )
+        a_next = _a_operand(w_ring.index(after).load(w_layout), BN, a_layout) * s_ring.index(after).load(a_rows)[:, None]
         acc = warpgroup_mma_wait(0, deps=[flight])
         ahead = tile + STAGES - 1
         if ahead < k_count:

@@ -68,7 +68,9 @@ def w4_gemv_kernel(
         else:
             acc += (low * x_low + high * x_high) * tl.load(scales_ptr + low_group + w_row).to(tl.float32)
     total = tl.sum(tl.sum(tl.sum(tl.sum(acc, 5), 4), 3), 2)
-    rows_out = 16 * tl.arange(0, 4)[:, None, None] + tl.arange(0, 8)[None, :, None] + 8 * tl.arange(0, 2)[None, None, :]
+    rows_out = (
+        16 * tl.arange(0, 4)[:, None, None] + tl.arange(0, 8)[None, :, None] + 8 * tl.arange(0, 2)[None, None, :]
+    )
     column_out = n_tile * 64 + rows_out
     out = out_ptr + (split * rows + row).to(tl.int64) * n + column_out
     tl.store(out, total.to(out_ptr.dtype.element_ty), mask=column_out < n)

@@ -14,8 +14,8 @@ from arkbench.records import read_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-SMALL = ["run", "quick", "--model", "SmolLM2-135M@layers=2", "--streams", "2", "--context", "16", "--output-tokens", "6",
-         "--prompt-tokens", "32", "--device", "cpu"]  # fmt: skip
+SMALL = ["run", "quick", "--model", "SmolLM2-135M@layers=2", "--streams", "2", "--context", "16", "--output-tokens",
+         "6", "--prompt-tokens", "32", "--device", "cpu"]  # fmt: skip
 
 
 def command(*arguments, cwd):

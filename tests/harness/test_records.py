@@ -1,5 +1,6 @@
 """The files of a run folder: written to the letter, read in every form that they may have."""
 
+import csv
 import gzip
 import json
 
@@ -61,8 +62,8 @@ def summary(*rows):
     made = []
     for n, row in enumerate(rows):
         full = figures.identity(cell) | {"repetition": n, "status": "complete", "valid": True, "reason": ""} | row
-        made.append({c: "" if full.get(c) is None else str(full.get(c)).replace("True", "true").replace("False", "false")
-                     for c in CELL_COLUMNS})  # fmt: skip
+        (read_back,) = csv.DictReader([",".join(CELL_COLUMNS), csv_line(full, CELL_COLUMNS)])
+        made.append(read_back)
     (only,) = figures.summary_rows(made)
     return only
 
