@@ -43,6 +43,7 @@ class Engine:
         self.config = config
         device = torch.device(config.device)
         if device.type == "cuda":
+            device = torch.device("cuda", device.index or 0)
             torch.cuda.set_device(device)
         dtype = DTYPES[config.dtype or ("bf16" if device.type == "cuda" else "fp32")]
         with clock.part("open"):
