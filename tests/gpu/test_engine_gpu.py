@@ -63,15 +63,28 @@ def test_loops_and_whole_prompts_give_the_same_tokens(engine, expected, switches
     engine.set_switches(Switches())
 
 
+def best_logprobs(engine, wanted):
+    """The log probability of the likeliest first token of each prompt."""
+    for i, prompt in enumerate(wanted):
+        engine.add(Request(str(i), prompt, SamplingParams(max_tokens=1, ignore_eos=True, logprobs=1)))
+    found = {}
+    while engine.has_work():
+        for event in engine.step():
+            for own, _ in event.logprobs or ():
+                found[event.request_id] = own
+    return [found[str(i)] for i in range(len(wanted))]
+
+
 @pytest.mark.parametrize("count", [1, 3, 5, 8])
 def test_a_batch_agrees_with_each_request_alone(engine, count):
-    """Products may round differently in another bucket: the first tokens must agree, and nearly all of the rest."""
+    """Another number of rows takes another kernel plan, which may round differently: 0.05 in log probability.
+
+    (On a CPU in float32 the tokens are equal: tests/engine.)
+    """
     wanted = prompts(count)
-    together = generate(engine, wanted)
-    alone = [generate(engine, [prompt])[0] for prompt in wanted]
-    assert [made[0] for made in together] == [made[0] for made in alone]
-    pairs = [(a, b) for x, y in zip(together, alone, strict=True) for a, b in zip(x[:8], y[:8], strict=True)]
-    assert sum(a == b for a, b in pairs) >= 0.9 * len(pairs)
+    together = best_logprobs(engine, wanted)
+    alone = [best_logprobs(engine, [prompt])[0] for prompt in wanted]
+    assert together == pytest.approx(alone, abs=0.05)
 
 
 def test_poisoned_free_pages_reach_no_answer(expected):

@@ -85,16 +85,29 @@ def steps(vocab: int, decoder: Decoder, device: str, dtype: torch.dtype) -> list
     return out
 
 
+def errors(got: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    """The relative error of the logits' rows, at the ninth decile."""
+    assert all(torch.isfinite(step).all() for step in got)
+    pairs = list(zip(got, expected, strict=True))
+    rows = [(a - b).square().mean(1).sqrt() / b.square().mean(1).sqrt() for a, b in pairs]
+    return torch.cat(rows).quantile(0.9).item()
+
+
 @pytest.mark.parametrize("weights_dtype", ["int4", "bf16"])
 @pytest.mark.parametrize("name", MODELS)
 def test_bf16_is_near_the_reference(name, weights_dtype):
-    config = small(name)
-    source = SyntheticSource(config, weights_dtype, torch.device("cuda"), torch.bfloat16, 0)
-    ours = Decoder(Build(config, source, torch.device("cuda"), torch.bfloat16, "fused", 512))
+    """Within the bound, or within 1.3 times the error of unpacked weights and cuBLAS (what bf16 itself costs)."""
+    config, device = small(name), torch.device("cuda")
+    source = SyntheticSource(config, weights_dtype, device, torch.bfloat16, 0)
     reference = Decoder(Build(config, ReferenceSource(source), torch.device("cpu"), torch.float32, "fused", 512))
-    pairs = zip(steps(512, ours, "cuda", torch.bfloat16), steps(512, reference, "cpu", torch.float32), strict=True)
-    errors = []
-    for got, expected in pairs:
-        assert torch.isfinite(got).all()
-        errors.append((got - expected).square().mean(1).sqrt() / expected.square().mean(1).sqrt())
-    assert torch.cat(errors).quantile(0.9) < BOUND
+    expected = steps(512, reference, "cpu", torch.float32)
+    found = {
+        kernels: errors(
+            steps(512, Decoder(Build(config, source, device, torch.bfloat16, kernels, 512)), "cuda", torch.bfloat16),
+            expected,
+        )
+        for kernels in ("fused", "standard")
+    }
+    print(name, weights_dtype, found)
+    assert found["fused"] < max(BOUND, 1.3 * found["standard"])
+    assert found["standard"] < 4 * BOUND
