@@ -56,7 +56,7 @@ class Engine:
             self._make_stage(decoder, memory.pages, device, dtype)
         with clock.part("graphs"):
             if config.graphs and device.type == "cuda":
-                self.stage.capture(config.max_streams)
+                self.stage.capture(config.max_streams, config.switches.kernels)
         self._requests_seen = 0
         self._events: list[TokenEvent] = []
         self.info = self._describe(decoder, memory.pages, dtype, clock, opened.notes)
@@ -155,7 +155,7 @@ class Engine:
         if "kernels" in changed:
             self.stage.decoder.set_kernels(switches.kernels)
             if self.stage.graphs is not None:
-                self.stage.capture(config.max_streams)
+                self.stage.capture(config.max_streams, switches.kernels)
         self.scheduler.switches = switches
         self.loop.kind = switches.loop
 
