@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.quant import QuantWeight, dequantize
 
-FUSED_ROWS = 256
+FUSED_ROWS = 512
 """Most rows that the fused product serves; beyond it unpacking once and multiplying with cuBLAS is faster."""
 
 ONE_BY_ONE_ROWS = 5
@@ -93,12 +93,11 @@ def _stream_plan(n_tiles: int, groups: int, group_tiles: int, rows: int, process
 
 
 def _tile_plan(n_tiles: int, groups: int, rows: int, processors: int) -> Plan:
-    """Blocks of 64 or 128 outputs, with as many splits as fill two programs a processor."""
-    block, warps = (128, 8) if rows >= 128 and n_tiles % 2 == 0 else (64, 4)
+    """Blocks of 64 outputs, with as many splits as fill two programs a processor."""
     program_rows = min(rows, 128)
-    programs = -(-n_tiles * 64 // block) * (rows // program_rows)
+    programs = n_tiles * (rows // program_rows)
     splits = max(1, min(8, groups // 4, round(2 * processors / programs)))
-    return Plan("tile", program_rows, block, splits, 4 if block == 64 else 3, warps)
+    return Plan("tile", program_rows, 64, splits, 3 if rows >= 128 else 4)
 
 
 def _gpu(device: torch.device) -> tuple[str, int, tuple[int, int]]:
