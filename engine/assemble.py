@@ -12,6 +12,7 @@ import torch
 from engine.cache import Cache, stored_dtype
 from engine.config import EngineConfig, EngineError, ModelConfig
 from engine.layers.build import Build
+from engine.loops import steps_ahead
 from engine.memory import free_memory, plan_memory
 from engine.models.decoder import EMBEDDING, HEAD, Decoder, weight_bytes
 from engine.split import stage_layers
@@ -78,12 +79,9 @@ def activation_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
 
 def alone(device: torch.device) -> Place:
     """The place of a model that is not split."""
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
     return Place(device, free=free_memory(device))
-
-
-def steps_ahead(loop: str, stages: int) -> int:
-    """Steps in flight: enough that every stage has work, and in the inverted loop the next one waiting."""
-    return stages if loop == "driven" else 2 * stages
 
 
 def assemble(config: EngineConfig, place: Place) -> Assembled:
@@ -102,7 +100,7 @@ def assemble(config: EngineConfig, place: Place) -> Assembled:
         stage = _stage(config, decoder, pages, device, dtype)
     with clock.part("graphs"):
         if config.graphs and device.type == "cuda":
-            stage.capture()
+            stage.capture(config.switches.kernels)
     facts = _facts(decoder)
     return Assembled(stage, opened.model, opened.tokenizer, opened.notes, pages, dtype, facts, clock.parts)
 
@@ -170,5 +168,6 @@ def quantized_in_words(facts: StageFacts) -> str:
         return "every matrix and the output head in 4 bits; embedding table and norms in 16 or 32 bits"
     if not facts.quantized:
         return f"nothing: every matrix in {next(iter(facts.dense.values()))}"
-    kinds = sorted({part.split(".")[-1] for name in facts.dense for part in name.split("+")})
+    kinds = sorted({part.split(".")[-1] for name in facts.dense for part in name.split("+")} - {"embed_tokens"})
+    kinds += ["the output head"] if EMBEDDING in facts.dense else []
     return f"every matrix in 4 bits but {', '.join(kinds)}"

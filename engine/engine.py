@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
-from engine.cache import Cache, model_state_bytes, model_token_bytes, stored_dtype
+from engine.assemble import Assembled, StageFacts, alone, assemble, quantized_in_words
+from engine.cache import model_state_bytes, model_token_bytes, stored_dtype
 from engine.config import EngineConfig, EngineError, Switches, switch_differences
-from engine.layers.build import Build
 from engine.loops import Loop, StepOutcomes
-from engine.memory import free_memory, plan_memory
-from engine.models.decoder import Decoder, weight_bytes
 from engine.pages import PagePool
 from engine.request import EngineInfo, Request, TokenEvent
 from engine.scheduler import Outcome, Scheduler
-from engine.stage import Stage
-from engine.weights import DTYPES, WeightSource
-from engine.weights.load import open_weights
+from engine.weights import DTYPES
+
+if TYPE_CHECKING:
+    from engine.pipeline import Pipeline
 
 # Switches that can change between two requests without touching weights or cache.
 CHEAP_SWITCHES = frozenset({"loop", "decode_batching", "prefill", "prefill_batching"})
@@ -39,70 +37,45 @@ class Engine:
 
     def _start(self, config: EngineConfig) -> None:
         check(config)
-        clock = _Clock()
         self.config = config
+        self.pipeline: Pipeline | None = None
         device = torch.device(config.device)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        dtype = DTYPES[config.dtype or ("bf16" if device.type == "cuda" else "fp32")]
-        with clock.part("open"):
-            opened = open_weights(config, device, dtype)
-        self.model, self.tokenizer = opened.model, opened.tokenizer
-        memory = plan_memory(self.model, config, dtype, free_memory(device))
-        with clock.part("weights"), torch.inference_mode():
-            decoder = self._build(opened.source, device, dtype)
-        with clock.part("cache"):
-            self._make_stage(decoder, memory.pages, device, dtype)
-        with clock.part("graphs"):
-            if config.graphs and device.type == "cuda":
-                self.stage.capture()
-        self._requests_seen = 0
-        self._events: list[TokenEvent] = []
-        self.info = self._describe(decoder, memory.pages, dtype, clock, opened.notes)
+        if config.stages == 1:
+            own = assemble(config, alone(device))
+            facts, runner = own.facts, own.stage
+        else:
+            from engine.pipeline import Pipeline
 
-    def _build(self, source: WeightSource, device: torch.device, dtype: torch.dtype) -> Decoder:
-        kernels, positions = self.config.switches.kernels, self.config.max_model_len
-        decoder = Decoder(Build(self.model, source, device, dtype, kernels, positions))
-        unused = source.unused()
-        if unused:
-            raise EngineError(
-                f"{self.config.weights}: {len(unused)} tensors that {self.model.family} does not have, the first "
-                f"'{unused[0]}'; is this checkpoint of another architecture?"
-            )
-        return decoder
-
-    def _make_stage(self, decoder: Decoder, pages: int, device: torch.device, dtype: torch.dtype) -> None:
-        config = self.config
-        self.pool = PagePool(pages)
-        max_pages = -(-config.max_model_len // config.page_size)
-        cache = Cache.allocate(
-            [layer.mixer for layer in self.model.layers], pages, config.page_size, config.max_streams, max_pages,
-            stored_dtype(config.switches.cache_dtype, dtype), dtype, device,
-        )  # fmt: skip
-        self.stage = Stage(decoder, cache, device, dtype, config.max_streams, config.max_model_len, ring_depth=4)
+            self.pipeline = runner = Pipeline(config)
+            own, facts = runner.own, runner.facts
+        self.model, self.tokenizer, self.stage = own.model, own.tokenizer, own.stage
+        self.pool = PagePool(own.pages)
         self.scheduler = Scheduler(
             self.pool, config.page_size, config.max_streams, config.max_model_len, config.prefill_tokens,
-            config.switches, frozenset(self.model.eos_token_ids),
+            config.switches, frozenset(self.model.eos_token_ids), config.stages,
         )  # fmt: skip
-        self.loop = Loop(config.switches.loop, self.scheduler, self.stage)
+        self.loop = Loop(config.switches.loop, self.scheduler, runner, config.stages)
+        self._requests_seen = 0
+        self._events: list[TokenEvent] = []
+        self.info = self._describe(own, facts)
 
-    def _describe(
-        self, decoder: Decoder, pages: int, dtype: torch.dtype, clock: _Clock, notes: tuple[str, ...]
-    ) -> EngineInfo:
-        total, step = weight_bytes(decoder)
-        stored = stored_dtype(self.config.switches.cache_dtype, dtype)
+    def _describe(self, own: Assembled, facts: StageFacts) -> EngineInfo:
+        stored = stored_dtype(self.config.switches.cache_dtype, own.dtype)
+        notes = own.notes
         if stored == torch.float32:
             notes = (*notes, "the cache is kept in fp32, like the activations")
+        if self.pipeline is not None:
+            notes = (*notes, self.pipeline.described)
         return EngineInfo(
             model=self.model.name,
-            device=_device_name(torch.device(self.config.device)),
-            weight_bytes=total,
-            step_weight_bytes=step,
+            device=_device_name(own.stage.device),
+            weight_bytes=facts.weight_bytes,
+            step_weight_bytes=facts.step_weight_bytes,
             cache_bytes_per_token=model_token_bytes(self.model, stored),
-            state_bytes_per_request=model_state_bytes(self.model, dtype),
-            cache_tokens=(pages - 1) * self.config.page_size,
-            quantized=_quantized(decoder),
-            start_seconds=clock.parts,
+            state_bytes_per_request=model_state_bytes(self.model, own.dtype),
+            cache_tokens=(own.pages - 1) * self.config.page_size,
+            quantized=quantized_in_words(facts),
+            start_seconds=own.seconds,
             notes=notes,
         )
 
@@ -152,14 +125,19 @@ class Engine:
             return
         self.config = config
         if "kernels" in changed:
-            self.stage.set_kernels(switches.kernels)
+            (self.pipeline or self.stage).set_kernels(switches.kernels)
         self.scheduler.switches = switches
         self.loop.kind = switches.loop
 
     def close(self) -> None:
         """Gives the memory back; the engine is of no further use."""
-        self.loop.drain()
-        del self.stage, self.loop
+        try:
+            self.loop.drain()
+        finally:
+            if self.pipeline is not None:
+                self.pipeline.close()
+            del self.stage, self.loop
+            self.pipeline = None
         if self.config.device.startswith("cuda"):
             torch.cuda.empty_cache()
 
@@ -167,8 +145,8 @@ class Engine:
 def check(config: EngineConfig) -> None:
     """Refuses what cannot run before anything starts: EngineError with the reason."""
     switches = config.switches
-    if config.stages != 1:
-        raise EngineError(f"stages={config.stages}: this engine runs one stage")
+    if config.stages < 1:
+        raise EngineError(f"stages={config.stages}: a model has at least one stage")
     if switches.cache == "contiguous":
         raise EngineError("cache=contiguous is not available; take cache=paged")
     if switches.prompt_cache == "on":
@@ -182,35 +160,8 @@ def check(config: EngineConfig) -> None:
             raise EngineError(f"{name} must be 1 or more, not {getattr(config, name)}")
 
 
-class _Clock:
-    """Seconds of each part of the start."""
-
-    def __init__(self) -> None:
-        self.parts: dict[str, float] = {}
-
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        begin = time.monotonic()
-        yield
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-        self.parts[name] = round(time.monotonic() - begin, 3)
-
-
 def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-
-
-def _quantized(decoder: Decoder) -> str:
-    """Which matrices are 4-bit, in words."""
-    linears = decoder.linears
-    dense = [name for name, linear in linears.items() if not linear.quantized]
-    if not dense:
-        return "every matrix and the output head in 4 bits; embedding table and norms in 16 or 32 bits"
-    if len(dense) == len(linears):
-        return f"nothing: every matrix in {str(next(iter(linears.values())).weight.dtype).removeprefix('torch.')}"
-    kinds = sorted({part.split(".")[-1] for name in dense for part in name.split("+")})
-    return f"every matrix in 4 bits but {', '.join(kinds)}"
 
 
 def _event(outcome: Outcome, now: float, logprobs: tuple | None) -> TokenEvent:

@@ -1,8 +1,11 @@
-"""The decode step as CUDA graphs, two for each batch bucket: all greedy, or with rows that draw."""
+"""Steps as CUDA graphs: decode by batch bucket, short prompts by the number of their tokens.
+
+Decode buckets come in two kinds: all greedy (captured at the start), or with rows that draw (captured when the first
+such step of a bucket comes). A short prompt is bound by the host's launches, not by the GPU: replayed, it is not.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,12 +13,16 @@ import torch
 from torch import Tensor
 
 from engine.inputs import StepInputs, StepShape
-from engine.order import StepOrder
+from engine.scheduler import StepPlan
 
 if TYPE_CHECKING:
+    from engine.order import StepOrder
     from engine.stage import Stage
 
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
+PROMPT_BUCKETS = (64, 128, 256, 512)
+PROMPTS_TOGETHER = 8
+"""Most prompts in a captured prompt step."""
 
 
 def buckets_up_to(max_streams: int) -> tuple[int, ...]:
@@ -25,6 +32,37 @@ def buckets_up_to(max_streams: int) -> tuple[int, ...]:
     return tuple(b for b in steps if b <= largest)
 
 
+@dataclass(frozen=True)
+class GraphShapes:
+    """The shapes of captured steps, smallest first: the same on every stage of a model."""
+
+    decode: tuple[StepShape, ...]
+    prompt: tuple[StepShape, ...]
+
+    @staticmethod
+    def of(max_streams: int, max_model_len: int, prompts: bool) -> GraphShapes:
+        """`prompts`: short prompts too."""
+        together = min(PROMPTS_TOGETHER, max_streams)
+        lengths = [n for n in PROMPT_BUCKETS if prompts and n <= max_model_len]
+        return GraphShapes(
+            tuple(StepShape(n, n, n) for n in buckets_up_to(max_streams)),
+            tuple(StepShape(n, together, together) for n in lengths),
+        )
+
+    @property
+    def most_rows(self) -> int:
+        return max(shape.rows for shape in (*self.decode, *self.prompt))
+
+    def holding(self, plan: StepPlan) -> StepShape | None:
+        """The smallest captured shape that holds the plan; None when none does or a prompt yields no token."""
+        requests, rows = len(plan.pieces), sum(piece.count for piece in plan.pieces)
+        if plan.decode:
+            return next(shape for shape in self.decode if shape.rows >= rows)
+        if not all(piece.samples for piece in plan.pieces):
+            return None
+        return next((s for s in self.prompt if s.rows >= rows and s.requests >= requests), None)
+
+
 @dataclass
 class _Captured:
     graph: torch.cuda.CUDAGraph
@@ -32,34 +70,48 @@ class _Captured:
     buffer: Tensor
 
 
-class DecodeGraphs:
+class Graphs:
     """Captured once at the start, largest bucket first: the smaller ones reuse its memory.
 
-    A step of n requests is replayed in the smallest bucket that holds n; the rest of its rows are padding (slot 0,
-    kv_len 0). The bound on kv_len in a graph is the longest request the engine takes. A stage that does not sample
-    needs no second graph for rows that draw.
+    A step of n rows is replayed in the smallest bucket that holds n; the rest of its rows are padding (slot 0 and
+    kv_len 0 in decode steps; rows of no request in prompt steps). The bound on kv_len in a graph is the longest
+    request the engine takes. `hidden_in`, `hidden_out` [most rows, hidden]: where a stage that is not the first finds
+    what the one before made, and where one that is not the last leaves what it made.
     """
 
-    def __init__(self, stage: Stage, buckets: Sequence[int]) -> None:
+    def __init__(self, stage: Stage, shapes: GraphShapes) -> None:
         self.stage = stage
-        self._captured: dict[tuple[int, bool], _Captured] = {}
+        self.shapes = shapes
+        self._captured: dict[tuple[StepShape, bool], _Captured] = {}
         self._pool = torch.cuda.graph_pool_handle()
-        for bucket in reversed(buckets):
-            for greedy in (True, False) if stage.decoder.is_last else (True,):
-                self._captured[bucket, greedy] = self._capture(bucket, greedy)
+        rows = (shapes.most_rows, stage.decoder.config.hidden)
+        hidden = {"dtype": stage.dtype, "device": stage.device}
+        self.hidden_in = None if stage.decoder.is_first else torch.zeros(rows, **hidden)
+        self.hidden_out = None if stage.decoder.is_last else torch.zeros(rows, **hidden)
+        for shape in reversed(shapes.prompt):
+            self._take(shape, decode=False, greedy=True)
+        for shape in reversed(shapes.decode):
+            self._take(shape, decode=True, greedy=True)
 
-    def _capture(self, bucket: int, greedy: bool) -> _Captured:
-        stage, shape = self.stage, StepShape(bucket, bucket, bucket)
+    def _take(self, shape: StepShape, decode: bool, greedy: bool) -> _Captured:
+        key = (shape, greedy)
+        if key not in self._captured:
+            self._captured[key] = self._capture(shape, decode, greedy)
+        return self._captured[key]
+
+    def _capture(self, shape: StepShape, decode: bool, greedy: bool) -> _Captured:
+        stage = self.stage
         buffer = torch.zeros(StepInputs.nbytes(shape), dtype=torch.uint8, device=stage.device)
 
         def step() -> None:
             inputs = StepInputs.over(buffer, shape)
-            residual = None if stage.decoder.is_first else stage.hidden_in[:bucket]
-            result = stage.forward(inputs, True, 1, stage.max_model_len, residual)
-            if stage.decoder.is_last:
+            max_query = 1 if decode else shape.rows
+            residual = None if self.hidden_in is None else self.hidden_in[: shape.rows]
+            result = stage.forward(inputs, decode, max_query, stage.max_model_len, residual)
+            if self.hidden_out is None:
                 stage.choose(result, inputs, greedy)
             else:
-                stage.hidden_out[:bucket].copy_(result)
+                self.hidden_out[: shape.rows].copy_(result)
 
         side = torch.cuda.Stream(stage.device)
         side.wait_stream(torch.cuda.current_stream(stage.device))
@@ -71,8 +123,15 @@ class DecodeGraphs:
             step()
         return _Captured(graph, shape, buffer)
 
-    def replay(self, order: StepOrder) -> None:
-        """Runs a decode step whose shape is a bucket's."""
-        captured = self._captured[order.rows, order.greedy or not self.stage.decoder.is_last]
+    def replay(self, order: StepOrder, residual: Tensor | None) -> Tensor | None:
+        """Runs a step in its captured shape. `residual` [rows, hidden]: from the stage before.
+
+        Returns the residual for the next stage in a buffer that the next replay overwrites, or None on the last stage.
+        """
+        # A stage that does not sample needs no second graph for rows that draw.
+        captured = self._take(order.shape, order.decode, order.greedy or self.hidden_out is not None)
         self.stage.upload(order, captured.buffer)
+        if residual is not None and self.hidden_in is not None:
+            self.hidden_in[: order.rows].copy_(residual)
         captured.graph.replay()
+        return None if self.hidden_out is None else self.hidden_out[: order.rows]

@@ -74,11 +74,9 @@ class StepInputs:
             at += n * dtype.itemsize
         return StepInputs(**views)
 
-    @staticmethod
-    def arrays(buffer: np.ndarray, shape: StepShape) -> dict[str, np.ndarray]:
-        """The views of a uint8 array of at least `nbytes(shape)` bytes, for the host to fill."""
-        inputs = StepInputs.over(torch.from_numpy(buffer), shape)
-        return {f.name: getattr(inputs, f.name).numpy() for f in fields(inputs)}
+    def numpy(self) -> dict[str, np.ndarray]:
+        """The same memory as arrays, for the host to fill."""
+        return {f.name: getattr(self, f.name).numpy() for f in fields(self)}
 
     def batch(self, page_table: Tensor, decode: bool, max_query: int, max_kv: int) -> Batch:
         return Batch(

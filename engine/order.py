@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from engine.graphs import GraphShapes
 from engine.inputs import StepInputs, StepShape
 from engine.sampler import is_greedy, is_plain
 from engine.scheduler import Piece, StepPlan
@@ -42,20 +45,21 @@ class StepOrder:
         """Token rows, those of padding counted."""
         return self.shape.rows
 
+    def sample_slots(self) -> Tensor:
+        """The slots whose next tokens the step yields, int64 [samples], on the host."""
+        return StepInputs.over(torch.from_numpy(self.packed), self.shape).sample_slots[: self.samples]
+
 
 def make_order(
-    plan: StepPlan, banned: Banned, page_size: int, ring_depth: int, resident: bool, buckets: Sequence[int]
+    plan: StepPlan, banned: Banned, page_size: int, ring_depth: int, resident: bool, shapes: GraphShapes | None
 ) -> StepOrder:
-    """`buckets`: the batch sizes for which the decode step is captured (none: run it eagerly)."""
+    """`shapes`: of the captured steps (None: there are none)."""
     sampling = [piece.track.request.sampling for piece in plan.pieces if piece.samples]
     plain = not banned and all(map(is_plain, sampling))
-    graph = plan.decode and plain and resident and bool(buckets)
-    shape = plan_shape(plan)
-    if graph:
-        bucket = next(size for size in buckets if size >= len(plan.pieces))
-        shape = StepShape(bucket, bucket, bucket)
-    packed = np.zeros(StepInputs.nbytes(shape), dtype=np.uint8)
-    fill(StepInputs.arrays(packed, shape), plan, plan.step % ring_depth, page_size)
+    captured = shapes.holding(plan) if plain and resident and shapes is not None else None
+    shape = captured or plan_shape(plan)
+    packed = np.empty(StepInputs.nbytes(shape), dtype=np.uint8)
+    fill(StepInputs.over(torch.from_numpy(packed), shape).numpy(), plan, plan.step % ring_depth, page_size)
     wanted = tuple(params.logprobs for params in sampling)
     return StepOrder(
         step=plan.step,
@@ -63,7 +67,7 @@ def make_order(
         packed=packed,
         samples=len(sampling),
         decode=plan.decode,
-        graph=graph,
+        graph=captured is not None,
         resident=resident,
         greedy=is_greedy(sampling),
         max_query=max(piece.count for piece in plan.pieces),
@@ -84,15 +88,17 @@ def plan_shape(plan: StepPlan) -> StepShape:
 
 
 def fill(arrays: dict[str, np.ndarray], plan: StepPlan, ring_row: int, page_size: int) -> None:
-    """Writes a plan into zeroed arrays; rows past the plan's (of a graph's bucket) are padding and stay zero."""
+    """Writes a plan into the host's arrays; rows past the plan's (of a captured shape) are padding: all zeros."""
     pieces, count = plan.pieces, len(plan.pieces)
+    for array in arrays.values():
+        array[...] = 0
     arrays["ring"][0] = ring_row
     arrays["state_slots"][:count] = [piece.slot for piece in pieces]
     arrays["kv_len"][:count] = [piece.start + piece.count for piece in pieces]
     ends = np.cumsum([piece.count for piece in pieces])
     starts = arrays["query_start"]
     starts[1 : count + 1] = ends
-    starts[count + 1 :] = ends[-1] + np.arange(1, len(starts) - count)
+    starts[count + 1 :] = ends[-1] + (np.arange(1, len(starts) - count) if plan.decode else 0)
     if plan.decode:
         _fill_decode_rows(arrays, pieces, page_size)
     else:

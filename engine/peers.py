@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from engine.config import EngineError
+from engine.config import EngineConfig, EngineError
 
 LOST_LINK = 17
 """Exit code of a stage that ends because another one is gone: never the cause."""
@@ -61,6 +62,24 @@ class Meeting:
     store: dist.Store
     reconnect: Callable[[], dist.Store]
     children: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    def announce(self, config: EngineConfig) -> int:
+        """Calls the other processes to the next engine; its number."""
+        number = self.store.add("engines", 1) - 1
+        self.store.set(f"config/{number}", pickle.dumps(config))
+        return number
+
+    def next_engine(self, number: int) -> EngineConfig | None:
+        """Waits for the engine of that number; None when stage 0 has ended."""
+        while not self.store.check([f"config/{number}"]):
+            if self.store.check(["end"]):
+                return None
+            time.sleep(POLL_S)
+        return pickle.loads(self.store.get(f"config/{number}"))
+
+    def end(self) -> None:
+        """Tells the other processes that no engine follows."""
+        self.store.set("end", "")
 
 
 def under_torchrun() -> bool:
@@ -129,7 +148,7 @@ class Peers:
     ) -> None:
         self.rank, self.size = meeting.rank, meeting.size
         self.meeting = meeting
-        self.silence_s = silence_s
+        self.join_s, self.silence_s = join_s, silence_s
         self.prefix = f"engine-{engine}"
         self.store = dist.PrefixStore(self.prefix, meeting.store)
         self.failure: str | None = None
@@ -177,6 +196,11 @@ class Peers:
         while self.failure is None and time.monotonic() < until:
             time.sleep(POLL_S)
         return EngineError(self.failure or f"{link} is broken; see what the processes of the stages printed")
+
+    def leave(self) -> None:
+        """Marks this stage as one that only follows another that is gone."""
+        with suppress(RuntimeError):
+            self.store.set(f"left/{self.rank}", "")
 
     def close(self) -> None:
         self._stop.set()

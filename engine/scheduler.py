@@ -6,7 +6,9 @@ device: it needs to know that a token was sampled, not which.
 
 Policy. Requests are admitted first come, first served, while there is a slot and room in the cache. A step is either
 of prompts or of decodes; while there are both, they take turns, so at most one step of prompt pieces (`prefill_tokens`
-tokens) stands between two tokens of a running answer. When pages run out, the request admitted last gives up its own
+tokens) stands between two tokens of a running answer. Over several stages the decoding requests go round in as many
+groups as there are stages, and while prompts are read a decode step enters when the tokens it needs are back, prompt
+pieces meanwhile. When pages run out, the request admitted last gives up its own
 and is computed again later.
 """
 
@@ -107,6 +109,7 @@ class Scheduler:
         prefill_tokens: int,
         switches: Switches,
         stop_ids: frozenset[int] = frozenset(),
+        stages: int = 1,
     ) -> None:
         self.pool = pool
         self.page_size = page_size
@@ -115,6 +118,7 @@ class Scheduler:
         self.prefill_tokens = prefill_tokens
         self.switches = switches
         self.stop_ids = stop_ids
+        self.stages = stages
         self.waiting: deque[Track] = deque()
         self.running: list[Track] = []
         self.step = 0
@@ -125,6 +129,7 @@ class Scheduler:
         self._new_pages: list[tuple[int, int, int]] = []
         self._fresh_slots: list[int] = []
         self._prompts_ran_last = False
+        self._prompt_steps = 0
 
     # ------------------------------------------------------------------------------------------ requests
 
@@ -195,6 +200,8 @@ class Scheduler:
             self.running.append(track)
 
     def _prompt_pieces(self) -> list[Piece]:
+        if self._prompt_steps and self.stages > 1 and self.switches.prefill != "pipelined":
+            return []
         whole = self.switches.prefill == "whole"
         budget = self.prefill_tokens
         pieces: list[Piece] = []
@@ -214,8 +221,11 @@ class Scheduler:
     def _decode_pieces(self) -> list[Piece]:
         alone = self.switches.decode_batching == "off"
         ready = [track for track in self.running if track.decoding]
-        if alone:
+        if alone or self.stages > 1:
             ready.sort(key=lambda track: track.last_step)
+        if self.stages > 1:
+            cohort = -(-len(ready) // self.stages)
+            ready = [track for track in ready if track.in_flight < self._decodes_ahead()][:cohort]
         pieces: list[Piece] = []
         for track in ready:
             if track in self.running and self._grow(track, track.length):
@@ -223,6 +233,15 @@ class Scheduler:
                 if alone:
                     break
         return pieces
+
+    def _decodes_ahead(self) -> int:
+        """Steps of one request that may be in flight over several stages, the new one counted.
+
+        A step that is launched before its token is back keeps the first stage waiting for it: that is no loss only
+        where no prompt could be read meanwhile.
+        """
+        prompts = any(track.prompting for track in self.running)
+        return 1 if prompts or self.switches.loop == "driven" else 2
 
     def _commit(self, pieces: list[Piece], decode: bool) -> StepPlan:
         for piece in pieces:
@@ -233,6 +252,7 @@ class Scheduler:
             if piece.samples:
                 track.length += 1
                 track.on_device = True
+        self._prompt_steps += not decode
         plan = StepPlan(self.step, tuple(pieces), decode, tuple(self._fresh_slots), tuple(self._new_pages))
         self._fresh_slots.clear()
         self._new_pages.clear()
@@ -290,6 +310,7 @@ class Scheduler:
 
     def complete(self, plan: StepPlan, tokens: list[int]) -> list[Outcome]:
         """Takes the sampled tokens of a step that is over, one for each piece that samples, in order."""
+        self._prompt_steps -= not plan.decode
         outcomes = []
         sampled = iter(enumerate(tokens))
         for piece in plan.pieces:

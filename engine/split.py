@@ -48,7 +48,9 @@ def split_layers(costs: Sequence[float], head: float, stages: int) -> list[tuple
     for stage in range(2, stages + 1):
         longer = {}
         for n in range(stage, count + 1):
-            options = [(dearest, squares, bounds, cost(m, n)) for m, (dearest, squares, bounds) in best.items() if m < n]
+            options = [
+                (dearest, squares, bounds, cost(m, n)) for m, (dearest, squares, bounds) in best.items() if m < n
+            ]
             longer[n] = min((max(d, c), s + c * c, [*bounds, n]) for d, s, bounds, c in options)
         best = longer
     bounds = best[count][2]

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from engine.cache import Cache
-from engine.graphs import DecodeGraphs, buckets_up_to
+from engine.config import Attention, DenseFfn, LayerSpec
+from engine.graphs import Graphs, GraphShapes
 from engine.inputs import StepInputs
 from engine.kernels._launch import whole
 from engine.kernels.sample import sample
@@ -45,9 +46,8 @@ class Stage:
     """A decoder (the whole model or a range of its layers), its cache and the buffers of its steps.
 
     `resident`: decode steps take their tokens from the token pool on the device and run as captured graphs; without
-    it (the driven loop) they take them from the host and are launched kernel by kernel. `ring_depth`: steps that may be
-    in flight, and one more. `hidden_in`, `hidden_out` [largest batch, hidden]: where a captured step of a stage that is
-    not the first finds what the stage before made, and where one that is not the last leaves what it made.
+    it (the driven loop) they take them from the host and are launched kernel by kernel. `ring_depth`: more than the
+    steps that may be in flight.
     """
 
     def __init__(
@@ -63,37 +63,37 @@ class Stage:
         self.decoder = decoder
         self.cache = cache
         self.device = device
+        self.dtype = dtype
         self.max_streams = max_streams
         self.max_model_len = max_model_len
         self.ring_depth = ring_depth
         self.token_pool = torch.zeros(max_streams + 1, dtype=torch.int32, device=device)
         self.up = UpRing(device, ring_depth)
         self.down = DownRing(device, ring_depth, max_streams)
-        self.graphs: DecodeGraphs | None = None
-        self.buckets: tuple[int, ...] = ()
+        self.graphs: Graphs | None = None
+        self._graphs_by_kernels: dict[str, Graphs] = {}
         self.resident = True
-        rows = buckets_up_to(max_streams)[-1]
-        hidden = decoder.config.hidden
-        self.hidden_in, self.hidden_out = (
-            torch.zeros((0 if unused else rows, hidden), dtype=dtype, device=device)
-            for unused in (decoder.is_first, decoder.is_last)
-        )
 
     @torch.inference_mode()
-    def capture(self) -> None:
-        """Captures the decode step for every batch bucket up to max_streams."""
-        self.buckets = buckets_up_to(self.max_streams)
-        self.graphs = DecodeGraphs(self, self.buckets)
+    def capture(self, kernels: Kernels) -> None:
+        """Captures the steps that are replayed; those of each kind of kernels are kept."""
+        if kernels not in self._graphs_by_kernels:
+            # The standard kernels unpack whole matrices: there the GPU is the limit, not the host's launches.
+            prompts = kernels == "fused" and all(plain_layer(layer) for layer in self.decoder.config.layers)
+            shapes = GraphShapes.of(self.max_streams, self.max_model_len, prompts)
+            self._graphs_by_kernels[kernels] = Graphs(self, shapes)
+        self.graphs = self._graphs_by_kernels[kernels]
 
     def set_kernels(self, kernels: Kernels) -> None:
-        """Turns the switch `kernels`; captured steps are captured again."""
+        """Turns the switch `kernels`."""
         self.decoder.set_kernels(kernels)
         if self.graphs is not None:
-            self.capture()
+            self.capture(kernels)
 
     def order(self, plan: StepPlan, banned: Banned) -> StepOrder:
         """The plan as numbers, in the form that this stage (and every other of the model) executes."""
-        return make_order(plan, banned, self.cache.page_size, self.ring_depth, self.resident, self.buckets)
+        shapes = None if self.graphs is None else self.graphs.shapes
+        return make_order(plan, banned, self.cache.page_size, self.ring_depth, self.resident, shapes)
 
     def launch(self, plan: StepPlan, banned: Banned) -> StepResult:
         """Starts a step of a model that is whole here. `banned`: (sampled row, tokens that may not be chosen there)."""
@@ -110,14 +110,11 @@ class Stage:
         """Runs a step. `residual` [rows, hidden]: from the stage before, overwritten.
 
         Returns (residual for the next stage, or None on the last; log probabilities of the sampled rows, where wanted).
-        The residual of a captured step is `hidden_out`: it must be copied before the next step.
+        The residual of a captured step must be copied before the next step.
         """
         self.cache.update_table(order.fresh_slots, order.new_pages)
         if order.graph and self.graphs is not None:
-            if residual is not None:
-                self.hidden_in[: order.rows].copy_(residual)
-            self.graphs.replay(order)
-            return (None if self.decoder.is_last else self.hidden_out[: order.rows]), None
+            return self.graphs.replay(order, residual), None
         inputs = self.upload(order, None)
         result = self.forward(inputs, order.decode, order.max_query, order.max_kv, residual)
         if not self.decoder.is_last:
@@ -153,3 +150,8 @@ class Stage:
         self.token_pool.index_copy_(0, inputs.sample_slots, tokens)
         self.down.store(inputs.ring, tokens)
         return tokens
+
+
+def plain_layer(layer: LayerSpec) -> bool:
+    """Whether a layer takes rows of no request, which pad a captured prompt step."""
+    return isinstance(layer.mixer, Attention) and isinstance(layer.ffn, DenseFfn)

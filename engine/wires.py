@@ -9,18 +9,17 @@ share a GPU, which NCCL refuses) they go by gloo, from a GPU through pinned host
 from __future__ import annotations
 
 import pickle
-import queue
-import threading
 from collections import deque
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from engine.order import StepOrder
 from engine.peers import Peers
+from engine.stage import Stage
 
 FRAME = 8192
 """Bytes of an order's first message: enough for a decode step of 64 requests."""
@@ -77,34 +76,48 @@ class Mail:
             self._sent.popleft()[0].wait(FOREVER)
 
 
-@dataclass
-class Coming:
-    """A hidden state on its way; `wait` gives it on the stage's device."""
+class Hops(Protocol):
+    """Hidden states from the stage before to the stage behind, tokens from the last stage to stage 0."""
 
-    work: Any
-    buffer: Tensor
-    device: torch.device
+    def expect(self, order: StepOrder) -> Any:
+        """Readies the receipt of a step's hidden state, ahead of `hidden`; called from a thread of its own, in order."""
+        ...
 
-    def wait(self) -> Tensor:
-        self.work.wait(FOREVER)
-        return self.buffer.to(self.device, non_blocking=True)
+    def hidden(self, order: StepOrder, expected: Any) -> Tensor:
+        """The hidden state [rows, hidden] on the stage's device, which may overwrite it."""
+        ...
+
+    def send_hidden(self, residual: Tensor, order: StepOrder) -> None:
+        """Sends to the next stage; the buffer may be used again by the next step."""
+        ...
+
+    def send_tokens(self, tokens: Tensor) -> None:
+        """Sends int32 [S] to stage 0."""
+        ...
+
+    def close(self) -> None: ...
 
 
 class GlooHops:
-    """Hidden states and tokens through host memory."""
+    """Through host memory."""
 
-    def __init__(self, group: dist.ProcessGroupGloo, rank: int, size: int, device: torch.device, depth: int) -> None:
-        self._group, self._rank, self._size = group, rank, size
-        self._device = device
-        self._depth = depth
+    def __init__(self, group: dist.ProcessGroupGloo, peers: Peers, stage: Stage) -> None:
+        self._group, self._rank, self._last = group, peers.rank, peers.size - 1
+        self._device, self._dtype, self._hidden = stage.device, stage.dtype, stage.decoder.config.hidden
+        self._keep = stage.ring_depth
         self._sent: deque[tuple[Any, Tensor]] = deque()
 
-    def coming(self, rows: int, hidden: int, dtype: torch.dtype) -> Coming:
-        """Readies the receipt of a hidden state [rows, hidden]; may be called from another thread, steps in order."""
-        buffer = torch.empty((rows, hidden), dtype=dtype, pin_memory=self._device.type == "cuda")
-        return Coming(self._group.recv([buffer], self._rank - 1, _HIDDEN), buffer, self._device)
+    def expect(self, order: StepOrder) -> tuple[Any, Tensor]:
+        shape = (order.rows, self._hidden)
+        buffer = torch.empty(shape, dtype=self._dtype, pin_memory=self._device.type == "cuda")
+        return self._group.recv([buffer], self._rank - 1, _HIDDEN), buffer
 
-    def send_hidden(self, residual: Tensor) -> None:
+    def hidden(self, order: StepOrder, expected: tuple[Any, Tensor]) -> Tensor:
+        work, buffer = expected
+        work.wait(FOREVER)
+        return buffer.to(self._device)
+
+    def send_hidden(self, residual: Tensor, order: StepOrder) -> None:
         self._send(residual, self._rank + 1, _HIDDEN)
 
     def send_tokens(self, tokens: Tensor) -> None:
@@ -113,15 +126,52 @@ class GlooHops:
     def receive_tokens(self, count: int) -> Tensor:
         """Waits for the tokens of the oldest step that has not been received."""
         tokens = torch.empty(count, dtype=torch.int32)
-        self._group.recv([tokens], self._size - 1, _TOKENS).wait(FOREVER)
+        self._group.recv([tokens], self._last, _TOKENS).wait(FOREVER)
         return tokens
 
     def _send(self, tensor: Tensor, rank: int, tag: int) -> None:
         host = tensor.contiguous() if self._device.type == "cpu" else tensor.to("cpu")
         self._sent.append((self._group.send([host], rank, tag), host))
-        while len(self._sent) > self._depth:
+        while len(self._sent) > self._keep:
             self._sent.popleft()[0].wait(FOREVER)
 
     def close(self) -> None:
         while self._sent:
             self._sent.popleft()[0].wait(FOREVER)
+
+
+class Wires:
+    """All that connects one stage with the others."""
+
+    def __init__(self, peers: Peers, stage: Stage) -> None:
+        store = dist.PrefixStore("gloo", peers.store)
+        self._peers = peers
+        self._group = dist.ProcessGroupGloo(store, peers.rank, peers.size, timedelta(seconds=peers.join_s))
+        self._mail = Mail(self._group, stage.ring_depth * peers.size)
+        self._others = [rank for rank in range(peers.size) if rank != peers.rank]
+        self.hops: Hops = GlooHops(self._group, peers, stage)
+        self.described = "gloo through host memory"
+
+    def send_order(self, message: Any) -> None:
+        """From stage 0 to all others."""
+        self._mail.send(message, self._others)
+
+    def order(self) -> Any:
+        """The next message of stage 0."""
+        return self._mail.receive(0)
+
+    def answer(self, message: Any) -> None:
+        """From a stage to stage 0."""
+        self._mail.send(message, [0], _REPLY)
+
+    def reply(self, rank: int) -> Any:
+        """The next answer of a stage, at stage 0."""
+        return self._mail.receive(rank, _REPLY)
+
+    def close(self) -> None:
+        self.hops.close()
+        self._mail.flush()
+
+    def abort(self) -> None:
+        """Lets go of transfers that will never end."""
+        self._group.abort()
