@@ -108,6 +108,8 @@ class Engine:
             events += _events(done, time.monotonic())
         if not self.scheduler.has_work():
             self.loop.drain()
+            if self.pipeline is not None:
+                self.pipeline.write_timeline()
         return events
 
     def set_switches(self, switches: Switches) -> None:

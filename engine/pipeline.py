@@ -8,10 +8,14 @@ steps are. Stage 0 never waits for that word, only for tokens that it needs.
 
 from __future__ import annotations
 
+import json
 import queue
+import socket
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -32,7 +36,11 @@ from engine.peers import (
 )
 from engine.sampler import TokenLogprobs
 from engine.scheduler import StepPlan
-from engine.wires import Wires
+from engine.spans import Pieces, SpanLog, StageSpans
+from engine.wires import GlooHops, Wires
+
+if TYPE_CHECKING:
+    from engine.wires_nccl import NcclReturns
 
 CLOSE, SPANS = "close", "spans"
 """Messages to a stage besides orders: end this engine; report what was worked on when."""
@@ -61,8 +69,8 @@ class Returns:
     `settle` puts tokens into the token pool, where decode steps find them.
     """
 
-    def __init__(self, wires: Wires, peers: Peers, token_pool: Tensor) -> None:
-        self._wires, self._peers = wires, peers
+    def __init__(self, hops: GlooHops, peers: Peers, token_pool: Tensor, reply: Callable[[], Any]) -> None:
+        self._hops, self._peers, self._reply = hops, peers, reply
         self._pool = token_pool
         self._expected: queue.Queue[StepOrder | None] = queue.Queue()
         self._arrived: queue.Queue[tuple[StepOrder, Tensor, Any] | Exception] = queue.Queue()
@@ -107,8 +115,8 @@ class Returns:
     def _receive(self) -> None:
         try:
             while (order := self._expected.get()) is not None:
-                tokens = self._wires.hops.receive_tokens(max(order.samples, 1))
-                logprobs = self._wires.reply(self._peers.size - 1) if order.logprobs else None
+                tokens = self._hops.receive_tokens(max(order.samples, 1))
+                logprobs = self._reply() if order.logprobs else None
                 self._arrived.put((order, tokens, logprobs))
         except Exception as error:
             self._arrived.put(error)
@@ -154,9 +162,23 @@ class Pipeline:
         self.own: Assembled = assemble(config, place)
         self.facts = joined_facts(peers.all_of("facts", self.own.facts))
         self._wires = Wires(peers, self.own.stage)
-        self.returns = Returns(self._wires, peers, self.own.stage.token_pool)
+        self.returns = self._make_returns(self._wires, peers)
         self.described = f"{config.stages} stages: {self._wires.described}"
         self._last_sample: dict[int, int] = {}
+        self._timeline = config.timeline
+        self._log = None if config.timeline is None else SpanLog(self.own.stage.device)
+        self._pieces = Pieces()
+
+    def _make_returns(self, wires: Wires, peers: Peers) -> Returns | NcclReturns:
+        def reply() -> Any:
+            return wires.reply(peers.size - 1)
+
+        if isinstance(wires.hops, GlooHops):
+            return Returns(wires.hops, peers, self.own.stage.token_pool, reply)
+        from engine.wires_nccl import NcclHops, NcclReturns
+
+        assert isinstance(wires.hops, NcclHops)
+        return NcclReturns(wires.hops, peers, reply)
 
     def launch(self, plan: StepPlan, banned: Banned) -> PipelineResult:
         """Sends a step on its way."""
@@ -169,8 +191,14 @@ class Pipeline:
             wires.send_order(order)
             if order.decode and order.resident:
                 self.returns.settle(max(self._last_sample[piece.slot] for piece in plan.pieces))
+            start = self._log.mark() if self._log is not None else None
             residual, _ = stage.execute(order)
             assert residual is not None
+            if not order.resident:
+                stage.synchronize()
+            if self._log is not None:
+                self._log.add(order.step, start)
+                self._pieces.add(plan)
             wires.hops.send_hidden(residual, order)
             self.returns.expect(order)
         except RuntimeError as error:
@@ -185,6 +213,23 @@ class Pipeline:
         assert self._wires is not None
         self._wires.send_order(kernels)
         self.own.stage.set_kernels(kernels)
+
+    def write_timeline(self) -> None:
+        """Appends to the file what every stage worked on since the last call; only while no step is in flight."""
+        if not self._pieces:
+            return
+        assert self._log is not None and self._timeline is not None and self._wires is not None
+        host = socket.gethostname()
+        lines = self._pieces.lines(0, self._log.take(), 0.0)
+        self._wires.send_order(SPANS)
+        for rank in range(1, self._meeting.size):
+            found: StageSpans = self._wires.reply(rank)
+            # Machines differ in their clocks; on one machine they are the same.
+            offset = 0.0 if found.host == host else time.monotonic() - found.now_s
+            lines += self._pieces.lines(rank, found.spans, offset)
+        self._pieces.clear()
+        with open(self._timeline, "a", encoding="utf-8") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
 
     def close(self) -> None:
         """Ends the other stages of this engine; after a failure, at once."""

@@ -11,6 +11,7 @@ import queue
 import socket
 import sys
 import threading
+import time
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from engine.config import EngineConfig, EngineError
 from engine.memory import free_memory
 from engine.order import StepOrder
 from engine.peers import LOST_LINK, Aborted, Meeting, Peers, device_for, local_store
-from engine.pipeline import CLOSE
+from engine.pipeline import CLOSE, SPANS
+from engine.spans import SpanLog, StageSpans
 from engine.stage import Stage
 from engine.wires import Wires
 
@@ -28,8 +30,9 @@ from engine.wires import Wires
 class Resident:
     """One stage of one engine."""
 
-    def __init__(self, peers: Peers, wires: Wires, stage: Stage) -> None:
-        self._peers, self._wires, self._stage = peers, wires, stage
+    def __init__(self, wires: Wires, stage: Stage, timeline: bool) -> None:
+        self._wires, self._stage = wires, stage
+        self._log = SpanLog(stage.device) if timeline else None
         # Stage 0 bounds the steps in flight, and with them what waits here.
         self._inbox: queue.Queue[Any] = queue.Queue()
         threading.Thread(target=self._receive, name="orders", daemon=True).start()
@@ -55,17 +58,26 @@ class Resident:
                 return
             if isinstance(message, StepOrder):
                 self._step(message, coming)
+            elif message == SPANS:
+                spans = [] if self._log is None else self._log.take()
+                self._wires.answer(StageSpans(socket.gethostname(), time.monotonic(), spans))
             else:
                 self._stage.set_kernels(message)
 
     def _step(self, order: StepOrder, coming: Any) -> None:
         stage, hops = self._stage, self._wires.hops
         stage.resident = order.resident
-        residual, logprobs = stage.execute(order, hops.hidden(order, coming))
+        hidden = hops.hidden(order, coming)
+        start = self._log.mark() if self._log is not None else None
+        residual, logprobs = stage.execute(order, hidden)
+        if not order.resident:
+            stage.synchronize()
+        if self._log is not None:
+            self._log.add(order.step, start)
         if residual is not None:
             hops.send_hidden(residual, order)
             return
-        hops.send_tokens(stage.down.tokens[order.step % stage.ring_depth, : max(order.samples, 1)])
+        hops.send_tokens(stage.down.tokens[order.step % stage.ring_depth, : max(order.samples, 1)], order)
         if order.logprobs:
             self._wires.answer(logprobs)
 
@@ -97,7 +109,7 @@ def serve_engine(meeting: Meeting, number: int, config: EngineConfig) -> None:
         peers.abort(f"stage {meeting.rank} ({socket.gethostname()}): {error}")
         sys.exit(LOST_LINK)
     try:
-        Resident(peers, wires, own.stage).run()
+        Resident(wires, own.stage, config.timeline is not None).run()
         peers.all_of("closed", True)
     except RuntimeError as error:
         leave(peers, str(peers.broken(f"a link of stage {meeting.rank}")) if "onnection" in str(error) else repr(error))

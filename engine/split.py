@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from engine.config import EngineError, Ffn, ModelConfig, MoeFfn
 from engine.memory import ffn_weights, mixer_weights
@@ -54,7 +54,7 @@ def split_layers(costs: Sequence[float], head: float, stages: int) -> list[tuple
             longer[n] = min((max(d, c), s + c * c, [*bounds, n]) for d, s, bounds, c in options)
         best = longer
     bounds = best[count][2]
-    return list(zip(bounds[:-1], bounds[1:], strict=True))
+    return list(pairwise(bounds))
 
 
 def stage_layers(model: ModelConfig, stages: int) -> list[tuple[int, int]]:

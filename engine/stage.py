@@ -90,6 +90,11 @@ class Stage:
         if self.graphs is not None:
             self.capture(kernels)
 
+    def synchronize(self) -> None:
+        """Waits for the device: what the driven loop does before it hands a step over."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
     def order(self, plan: StepPlan, banned: Banned) -> StepOrder:
         """The plan as numbers, in the form that this stage (and every other of the model) executes."""
         shapes = None if self.graphs is None else self.graphs.shapes

@@ -80,7 +80,7 @@ class Hops(Protocol):
     """Hidden states from the stage before to the stage behind, tokens from the last stage to stage 0."""
 
     def expect(self, order: StepOrder) -> Any:
-        """Readies the receipt of a step's hidden state, ahead of `hidden`; called from a thread of its own, in order."""
+        """Readies the receipt of a step's hidden state ahead of `hidden`; called from a thread of its own, in order."""
         ...
 
     def hidden(self, order: StepOrder, expected: Any) -> Tensor:
@@ -91,11 +91,17 @@ class Hops(Protocol):
         """Sends to the next stage; the buffer may be used again by the next step."""
         ...
 
-    def send_tokens(self, tokens: Tensor) -> None:
+    def send_tokens(self, tokens: Tensor, order: StepOrder) -> None:
         """Sends int32 [S] to stage 0."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """After the last step: waits for what is still on its way."""
+        ...
+
+    def abort(self) -> None:
+        """Lets go of transfers that will never end."""
+        ...
 
 
 class GlooHops:
@@ -120,7 +126,7 @@ class GlooHops:
     def send_hidden(self, residual: Tensor, order: StepOrder) -> None:
         self._send(residual, self._rank + 1, _HIDDEN)
 
-    def send_tokens(self, tokens: Tensor) -> None:
+    def send_tokens(self, tokens: Tensor, order: StepOrder) -> None:
         self._send(tokens, 0, _TOKENS)
 
     def receive_tokens(self, count: int) -> Tensor:
@@ -139,6 +145,9 @@ class GlooHops:
         while self._sent:
             self._sent.popleft()[0].wait(FOREVER)
 
+    def abort(self) -> None:
+        self._group.abort()
+
 
 class Wires:
     """All that connects one stage with the others."""
@@ -149,8 +158,14 @@ class Wires:
         self._group = dist.ProcessGroupGloo(store, peers.rank, peers.size, timedelta(seconds=peers.join_s))
         self._mail = Mail(self._group, stage.ring_depth * peers.size)
         self._others = [rank for rank in range(peers.size) if rank != peers.rank]
-        self.hops: Hops = GlooHops(self._group, peers, stage)
-        self.described = "gloo through host memory"
+        if stage.device.type == "cuda" and peers.own_devices:
+            from engine.wires_nccl import NcclHops
+
+            self.hops: Hops = NcclHops(peers, stage)
+            self.described = "a GPU each, joined by NCCL"
+        else:
+            self.hops = GlooHops(self._group, peers, stage)
+            self.described = "joined by gloo through host memory"
 
     def send_order(self, message: Any) -> None:
         """From stage 0 to all others."""
@@ -174,4 +189,5 @@ class Wires:
 
     def abort(self) -> None:
         """Lets go of transfers that will never end."""
+        self.hops.abort()
         self._group.abort()
