@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from engine.loops import Loop, StepOutcomes
 from engine.pages import PagePool
 from engine.request import EngineInfo, Request, TokenEvent
 from engine.scheduler import Outcome, Scheduler
+from engine.split import attention_ratio
 from engine.weights import DTYPES
 
 if TYPE_CHECKING:
@@ -52,7 +54,7 @@ class Engine:
         self.pool = PagePool(own.pages)
         self.scheduler = Scheduler(
             self.pool, config.page_size, config.max_streams, config.max_model_len, config.prefill_tokens,
-            config.switches, frozenset(self.model.eos_token_ids), config.stages,
+            config.switches, frozenset(self.model.eos_token_ids), config.stages, attention_ratio(self.model),
         )  # fmt: skip
         self.loop = Loop(config.switches.loop, self.scheduler, runner, config.stages)
         self._requests_seen = 0
@@ -133,13 +135,12 @@ class Engine:
 
     def close(self) -> None:
         """Gives the memory back; the engine is of no further use."""
-        try:
+        with suppress(EngineError):
             self.loop.drain()
-        finally:
-            if self.pipeline is not None:
-                self.pipeline.close()
-            del self.stage, self.loop
-            self.pipeline = None
+        if self.pipeline is not None:
+            self.pipeline.close()
+        self.pipeline = None
+        del self.stage, self.loop
         if self.config.device.startswith("cuda"):
             torch.cuda.empty_cache()
 

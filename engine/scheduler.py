@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 from engine.config import EngineError, Switches
 from engine.pages import PagePool
+from engine.pieces import PieceSizer
 from engine.request import FinishReason, Request
 
 
@@ -110,6 +111,7 @@ class Scheduler:
         switches: Switches,
         stop_ids: frozenset[int] = frozenset(),
         stages: int = 1,
+        attention_ratio: float = 0.0,
     ) -> None:
         self.pool = pool
         self.page_size = page_size
@@ -119,6 +121,7 @@ class Scheduler:
         self.switches = switches
         self.stop_ids = stop_ids
         self.stages = stages
+        self.sizer = PieceSizer(stages, prefill_tokens, attention_ratio)
         self.waiting: deque[Track] = deque()
         self.running: list[Track] = []
         self.step = 0
@@ -203,20 +206,31 @@ class Scheduler:
         if self._prompt_steps and self.stages > 1 and self.switches.prefill != "pipelined":
             return []
         whole = self.switches.prefill == "whole"
-        budget = self.prefill_tokens
+        budget, time = self.prefill_tokens, self._piece_time()
         pieces: list[Piece] = []
         for track in [t for t in self.running if t.prompting]:
             remaining = track.length - track.scheduled
             count = remaining if whole else min(remaining, budget)
+            if time is not None:
+                count = min(count, self.sizer.count(time, track.scheduled) if time > 0 else 0)
             if (pieces and count > budget) or count == 0 or track not in self.running:
                 break
             if not self._grow(track, track.scheduled + count):
                 break
             pieces.append(Piece(track, track.slot, track.scheduled, count, samples=count == remaining))
             budget -= count
+            if time is not None:
+                time -= self.sizer.time(track.scheduled, count)
             if self.switches.prefill_batching == "off":
                 break
         return pieces
+
+    def _piece_time(self) -> float | None:
+        """The time that one prompt step may take where steps should take equal time: pipelined over stages."""
+        if self.stages == 1 or self.switches.prefill != "pipelined":
+            return None
+        waiting = sum(t.length - t.scheduled for t in (*self.running, *self.waiting) if t.prompting)
+        return self.sizer.budget(waiting)
 
     def _decode_pieces(self) -> list[Piece]:
         alone = self.switches.decode_batching == "off"

@@ -1,4 +1,4 @@
-"""Which layers each stage holds. Pure functions of a model's geometry; no torch."""
+"""How a model's work divides: over its layers, and between attention and products. Functions of its geometry."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
-from engine.config import EngineError, Ffn, ModelConfig, MoeFfn
+from engine.config import Attention, EngineError, Ffn, LatentAttention, ModelConfig, MoeFfn
 from engine.memory import ffn_weights, mixer_weights
+
+ATTENTION_COST = 2.0
+"""Time of an operation in attention over one in a matrix product."""
 
 
 def visited_weights(ffn: Ffn, hidden: int) -> int:
@@ -61,3 +64,16 @@ def stage_layers(model: ModelConfig, stages: int) -> list[tuple[int, int]]:
     """(first, last) layer of every stage of a model."""
     costs, head = layer_costs(model)
     return split_layers(costs, head, stages)
+
+
+def attention_ratio(model: ModelConfig) -> float:
+    """r of pieces, 1 / tokens: a token's attention over one earlier token against its products, halved as in f
+    (`engine/pieces.py`)."""
+    attention = 0
+    for mixer in (layer.mixer for layer in model.layers):
+        if isinstance(mixer, Attention) and mixer.window is None:
+            attention += 2 * mixer.heads * mixer.head_dim
+        elif isinstance(mixer, LatentAttention):
+            attention += mixer.heads * (mixer.nope_dim + mixer.rope_dim + mixer.value_dim)
+    products = sum(mixer_weights(s.mixer, model.hidden) + visited_weights(s.ffn, model.hidden) for s in model.layers)
+    return ATTENTION_COST * attention / products / 2
