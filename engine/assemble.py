@@ -39,12 +39,14 @@ class Clock:
 
 @dataclass(frozen=True)
 class StageFacts:
-    """What one stage says of itself. `dense`, `quantized`: names of its linear layers of either kind, with dtypes."""
+    """What one stage says of itself. `dense`, `quantized`: names of its linear layers of either kind; `dtype`: of the
+    dense ones, where there are any."""
 
     weight_bytes: int
     step_weight_bytes: int
-    dense: dict[str, str]
+    dense: tuple[str, ...]
     quantized: tuple[str, ...]
+    dtype: str
 
 
 @dataclass(frozen=True)
@@ -147,9 +149,10 @@ def _stage(config: EngineConfig, decoder: Decoder, pages: int, device: torch.dev
 
 def _facts(decoder: Decoder) -> StageFacts:
     total, step = weight_bytes(decoder)
-    dense = {n: str(x.weight.dtype).removeprefix("torch.") for n, x in decoder.linears.items() if not x.quantized}
-    quantized = tuple(name for name, linear in decoder.linears.items() if linear.quantized)
-    return StageFacts(total, step, dense, quantized)
+    dense = {name: linear for name, linear in decoder.linears.items() if not linear.quantized}
+    quantized = tuple(name for name in decoder.linears if name not in dense)
+    dtypes = [str(linear.weight.dtype).removeprefix("torch.") for linear in dense.values() if hasattr(linear, "weight")]
+    return StageFacts(total, step, tuple(dense), quantized, dtypes[0] if dtypes else "")
 
 
 def joined_facts(parts: Sequence[StageFacts]) -> StageFacts:
@@ -157,8 +160,9 @@ def joined_facts(parts: Sequence[StageFacts]) -> StageFacts:
     return StageFacts(
         sum(part.weight_bytes for part in parts),
         sum(part.step_weight_bytes for part in parts),
-        {name: dtype for part in parts for name, dtype in part.dense.items()},
+        tuple(name for part in parts for name in part.dense),
         tuple(name for part in parts for name in part.quantized),
+        next((part.dtype for part in parts if part.dtype), ""),
     )
 
 
@@ -167,7 +171,7 @@ def quantized_in_words(facts: StageFacts) -> str:
     if not facts.dense:
         return "every matrix and the output head in 4 bits; embedding table and norms in 16 or 32 bits"
     if not facts.quantized:
-        return f"nothing: every matrix in {next(iter(facts.dense.values()))}"
+        return f"nothing: every matrix in {facts.dtype}"
     kinds = sorted({part.split(".")[-1] for name in facts.dense for part in name.split("+")} - {"embed_tokens"})
     kinds += ["the output head"] if EMBEDDING in facts.dense else []
     return f"every matrix in 4 bits but {', '.join(kinds)}"
