@@ -181,10 +181,17 @@ gate_cli.register(app)
 
 def main() -> None:
     """The `arkbench` command: a user's mistake is one line on stderr and exit code 2; Ctrl-C is 130."""
+    from arkbench.targets import bundled
     from arkbench.targets.base import TargetError
 
     try:
-        app()
+        if bundled.is_further_stage():
+            bundled.serve_stage()
+            return
+        try:
+            app()
+        finally:
+            bundled.end_stages()
     except (UserError, TargetError) as error:
         print(f"arkbench: {error}", file=sys.stderr)
         sys.exit(2)

@@ -100,6 +100,12 @@ def torchrun_meeting(timeout_s: float) -> Meeting:
     return Meeting(rank, size, connect(rank == 0 and not agent), connect)
 
 
+def end_torchrun_stages() -> None:
+    """Tells torchrun's other processes that no engine follows."""
+    with suppress(RuntimeError):
+        torchrun_meeting(timeout_s=5.0).end()
+
+
 def spawned_meeting(stages: int, timeout_s: float) -> Meeting:
     """Starts stages - 1 processes on this machine and keeps the store for them."""
     store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=timeout_s), wait_for_workers=False)

@@ -20,7 +20,7 @@ from engine.assemble import Place, assemble
 from engine.config import EngineConfig, EngineError
 from engine.memory import free_memory
 from engine.order import StepOrder
-from engine.peers import LOST_LINK, Aborted, Meeting, Peers, device_for, local_store
+from engine.peers import LOST_LINK, Aborted, Meeting, Peers, device_for, local_store, torchrun_meeting
 from engine.pipeline import CLOSE, SPANS
 from engine.spans import SpanLog, StageSpans
 from engine.stage import Stage
@@ -88,6 +88,11 @@ def serve_stage(meeting: Meeting) -> None:
     while (config := meeting.next_engine(number)) is not None:
         serve_engine(meeting, number, config)
         number += 1
+
+
+def serve_under_torchrun() -> None:
+    """What a process of torchrun does whose rank is not 0."""
+    serve_stage(torchrun_meeting(EngineConfig("").join_timeout_s))
 
 
 def serve_engine(meeting: Meeting, number: int, config: EngineConfig) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from arkbench.records import Status
 
@@ -72,7 +72,8 @@ class LoadReport:
 
     `client_lag_p99_s`: the event loop's lag (None in-process). `peak_memory_bytes`: the most that was allocated on the
     fullest GPU while the load ran (None where the target cannot know). `valid` False with a reason makes the cell
-    invalid.
+    invalid. `timeline`: of a model over several stages, {stage, kind, request, piece, start_s, end_s} for each piece on
+    each stage, seconds of time.monotonic().
     """
 
     valid: bool = True
@@ -80,6 +81,7 @@ class LoadReport:
     client_lag_p99_s: float | None = None
     peak_memory_bytes: int | None = None
     notes: tuple[str, ...] = ()
+    timeline: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,9 @@
-"""A model over several processes gives the tokens that it gives in one, whatever drives the steps and cuts the prompts."""
+"""A model over several processes gives the tokens that it gives in one, whatever drives the steps."""
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import random
 
@@ -136,8 +138,6 @@ def test_too_many_stages_are_refused(folders):
 
 
 def test_the_time_line_names_every_piece_on_every_stage(folders, tmp_path):
-    import json
-
     path = tmp_path / "timeline.jsonl"
     engine = load(folders["qwen3"], 2, timeline=str(path), prefill_tokens=32, switches={"prefill": "sequential"})
     try:
@@ -151,4 +151,4 @@ def test_the_time_line_names_every_piece_on_every_stage(folders, tmp_path):
     for stage in (0, 1):
         own = [line for line in lines if line["stage"] == stage]
         assert all(line["start_s"] < line["end_s"] for line in own)
-        assert all(a["end_s"] <= b["start_s"] + 1e-9 for a, b in zip(own, own[1:], strict=False))
+        assert all(a["end_s"] <= b["start_s"] + 1e-9 for a, b in itertools.pairwise(own))
