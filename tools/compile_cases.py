@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.batch import Batch, LayerCache, StateCache
 from engine.config import Attention, DeltaNet, LatentAttention, Rope
 from engine.kernels.activation import clamped_swiglu_triton, silu_mul_triton
-from engine.kernels.attention_decode import decode_attention_triton
+from engine.kernels.attention_decode import decode_attention_gluon, decode_attention_triton
 from engine.kernels.attention_prefill import prefill_attention_triton
 from engine.kernels.deltanet import DeltaWeights, channels, row_width
 from engine.kernels.deltanet_triton import prefill as delta_prefill
@@ -56,6 +56,12 @@ def decode(spec: Attention, dtype: torch.dtype) -> None:
     sinks = empty(spec.heads) if spec.sinks else None
     q = empty(16, spec.heads, spec.head_dim)
     decode_attention_triton(q, cache(spec, dtype), batch(16, 16), spec.scale, spec.window, sinks)
+
+
+def decode_gluon(spec: Attention, dtype: torch.dtype) -> None:
+    sinks = empty(spec.heads) if spec.sinks else None
+    q = empty(16, spec.heads, spec.head_dim)
+    decode_attention_gluon(q, cache(spec, dtype), batch(16, 16), spec.scale, spec.window, sinks)
 
 
 def prefill(spec: Attention, dtype: torch.dtype) -> None:
@@ -129,6 +135,11 @@ CASES: dict[str, Callable[[], object]] = {
     "decode qwen3 int8": lambda: decode(QWEN3, INT8),
     "decode qwen3 fp8": lambda: decode(QWEN3, FP8),
     "decode qwen3.5": lambda: decode(QWEN3_5, BF16),
+    "decode gluon qwen3": lambda: decode_gluon(QWEN3, BF16),
+    "decode gluon qwen3 int8": lambda: decode_gluon(QWEN3, INT8),
+    "decode gluon qwen3 fp8": lambda: decode_gluon(QWEN3, FP8),
+    "decode gluon gpt-oss": lambda: decode_gluon(GPT_OSS, BF16),
+    "decode gluon gpt-oss fp8": lambda: decode_gluon(GPT_OSS, FP8),
     "decode gpt-oss": lambda: decode(GPT_OSS, BF16),
     "prefill qwen3": lambda: prefill(QWEN3, BF16),
     "prefill qwen3 int8": lambda: prefill(QWEN3, INT8),

@@ -79,6 +79,7 @@ def compile_launch(launch: Launch, target: int) -> Compiled:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
     names = launch.kernel.arg_names
     values = dict(zip(names, launch.args, strict=False)) | {k: v for k, v in launch.meta.items() if k in names}
@@ -93,7 +94,9 @@ def compile_launch(launch: Launch, target: int) -> Compiled:
         elif isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0 and not fixed[index]):
             attributes[(index,)] = [["tt.divisibility", 16]]
     options = {k: v for k, v in launch.meta.items() if k not in names}
-    source = ASTSource(launch.kernel, signature, constants, attributes)
+    source = (GluonASTSource if isinstance(launch.kernel, GluonJITFunction) else ASTSource)(
+        launch.kernel, signature, constants, attributes
+    )
     built = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
     sass, usage = _disassemble(built.asm["cubin"])
     loop = len(main_loop(sass))

@@ -23,7 +23,7 @@ from torch import Tensor
 from engine.batch import Batch, LayerCache
 from engine.config import Attention, Rope
 from engine.kernels import activation, attention_decode, attention_prefill, norm, rope, sample
-from engine.kernels._launch import launch_options
+from engine.kernels._launch import capability, launch_options
 
 BANDWIDTH = 4.3e12
 MATRIX_RATE = 780e12
@@ -242,6 +242,7 @@ def dense(q: Tensor, cache: LayerCache, batch: Batch, spec: Attention, rows: lis
 def decode_cases(tune: bool) -> Iterator[Case]:
     geometries = [(32, 8, 128), (64, 8, 128), (64, 4, 128), (16, 2, 256)]
     loads = [(1, 1000), (1, 64000), (64, 4000), (16, 1000)]
+    yield from short_decode_cases()
     for (heads, kv_heads, dim), (requests, length), dtype in itertools.product(geometries, loads, (BF16, INT8, FP8)):
         if dtype != BF16 and (requests, length) in [(1, 1000), (16, 1000)]:
             continue
@@ -274,6 +275,59 @@ def decode_cases(tune: bool) -> Iterator[Case]:
 
             label = name if config is None else f"{name} {tuple(config.values())}"
             yield Case(label, moved, make, None if config else check)
+        yield from gluon_cases(name, spec, dtype, moved, inputs, length, tune)
+
+
+def gluon_cases(
+    name: str, spec: Attention, dtype: torch.dtype, moved: float, inputs: Callable[[], tuple], length: int, tune: bool
+) -> Iterator[Case]:
+    """The Gluon kernel on the inputs of a decode case: in its own configuration, with `tune` in others too."""
+    q, cache = random(1, spec.heads, spec.head_dim), make_cache(1, spec.kv_heads, spec.head_dim, dtype)
+    if not attention_decode.gluon_serves(q, cache):
+        return
+    own = attention_decode.gluon_config(spec.kv_heads, spec.head_dim, cache.k.element_size(), *capability(q))
+    shapes = itertools.product((own.parts, 8), (2, 3, 4, 5, 6), (1, 2)) if tune else ()
+    for config in [own, *(attention_decode.GluonConfig(p, own.longest, s, n) for p, s, n in shapes)]:
+
+        def run(arguments: tuple, config=config) -> Tensor:
+            return attention_decode.decode_attention_gluon(*arguments, spec.scale, config=config)
+
+        def make(_: int, run=run) -> Callable[[], Tensor]:
+            arguments = inputs()
+            return lambda: run(arguments)
+
+        def check(run=run) -> float:
+            arguments = inputs()
+            row = arguments[0].shape[0] - 1
+            out = run(arguments)
+            assert torch.equal(out, run(arguments))
+            return error(out[row:], dense(*arguments, spec, [(row, row, length)]), 0.005)
+
+        yield Case(f"{name} gluon {config.parts, config.stages, config.programs}", moved, make, check)
+
+
+def short_decode_cases() -> Iterator[Case]:
+    """Short contexts, where launches and latency count: both kernels."""
+    geometries = [(32, 8, 64), (32, 8, 128), (64, 8, 128)]
+    for (heads, kv_heads, dim), requests, length in itertools.product(geometries, (1, 8, 16, 64), (128, 416, 1000)):
+        spec = Attention(heads, kv_heads, dim, Rope(rotary_dim=dim), dim**-0.5)
+        moved = requests * length * kv_heads * 4 * dim
+        name = f"short decode {requests} x {length}, {heads}/{kv_heads}x{dim} bfloat16"
+
+        def inputs(spec=spec, requests=requests, length=length) -> tuple:
+            batch, pages = make_batch(1, [length] * requests)
+            return (
+                random(requests, spec.heads, spec.head_dim),
+                make_cache(pages, spec.kv_heads, spec.head_dim, BF16),
+                batch,
+            )
+
+        def make(_: int, inputs=inputs, spec=spec) -> Callable[[], Tensor]:
+            arguments = inputs()
+            return lambda: attention_decode.decode_attention(*arguments, spec.scale)
+
+        yield Case(name, moved, make)
+        yield from gluon_cases(name, spec, BF16, moved, inputs, length, False)
 
 
 def prefill_cases(tune: bool) -> Iterator[Case]:
