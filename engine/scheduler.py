@@ -8,8 +8,8 @@ others have computed of its tokens.
 Policy. Requests are admitted first come, first served, while there is a slot and room in the cache. A step is either
 of prompts or of decodes; while there are both, they take turns, so at most one step of prompt pieces (`prefill_tokens`
 tokens) stands between two tokens of a running answer. When pages run out, the request admitted last gives up its own
-and is computed again later. A contiguous cache sets `max_model_len` tokens aside for every slot: pages never run out, but
-there are fewer slots.
+and is computed again later. A contiguous cache sets `max_model_len` tokens aside for every slot: pages never run out,
+but there are fewer slots.
 """
 
 from __future__ import annotations
