@@ -105,7 +105,7 @@ def _conclude(plan: Plan, run_folder: RunFolder, status: str, console: Console) 
         again = f"arkbench run --resume {run_folder.path}"
         console.print(f"[yellow]The run is {status}.[/] Go on with it: {escape(again)}", soft_wrap=True)
     console.print(f"Report: {run_folder.path / 'report.html'} (and report.md)", highlight=False, soft_wrap=True)
-    if status == "partial" and any("interrupted" in note for note in run_folder.info["notes"]):
+    if status == "partial" and runner.INTERRUPTED in run_folder.info["notes"]:
         return EXIT_INTERRUPTED
     if status == "failed":
         skipped = [row["reason"] for row in rows if row["reason"]]

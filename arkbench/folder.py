@@ -111,6 +111,7 @@ class RunFolder:
         write_csv(path / "cells.csv", rows, CELL_COLUMNS)
         folder._keep_finished_requests()
         info["status"] = "partial"
+        info["notes"] = [note for note in info.get("notes", []) if "interrupted" not in note]
         info.setdefault("resumed_utc", []).append(_now())
         folder.save()
         return folder

@@ -32,6 +32,8 @@ ENDPOINT_VOCAB = 32_000
 
 IDLE_SECONDS = 5.0
 
+INTERRUPTED = "the run was interrupted; go on with it by --resume"
+
 
 class EnergyReading(Protocol):
     """What the runner reads of a window's energy (arkbench.power.EnergyReading)."""
@@ -115,7 +117,7 @@ class Runner:
                     self._run_model(scenario_plan, model)
         except KeyboardInterrupt:
             interrupted = True
-            self._folder.info["notes"].append("the run was interrupted; go on with it by --resume")
+            self._folder.info["notes"].append(INTERRUPTED)
         finally:
             self._progress.end()
             self._stop_meter(interrupted)

@@ -14,7 +14,7 @@ from engine.config import EngineConfig, EngineError, Switches, switch_difference
 from engine.layers.build import Build
 from engine.loops import Loop, StepOutcomes
 from engine.memory import free_memory, plan_memory, snapshot_slots
-from engine.models.decoder import Decoder, weight_bytes
+from engine.models.decoder import EMBEDDING, Decoder, weight_bytes
 from engine.pages import PagePool
 from engine.prefix import PrefixIndex
 from engine.promptcache import PromptCache
@@ -45,6 +45,7 @@ class Engine:
         self.config = config
         device = torch.device(config.device)
         if device.type == "cuda":
+            device = torch.device("cuda", device.index or 0)
             torch.cuda.set_device(device)
         dtype = DTYPES[config.dtype or ("bf16" if device.type == "cuda" else "fp32")]
         with clock.part("open"):
@@ -57,7 +58,7 @@ class Engine:
             self._make_stage(decoder, memory.pages, device, dtype)
         with clock.part("graphs"):
             if config.graphs and device.type == "cuda":
-                self.stage.capture(config.max_streams)
+                self.stage.capture(config.max_streams, config.switches.kernels)
         self._requests_seen = 0
         self._events: list[TokenEvent] = []
         self.info = self._describe(decoder, memory.pages, dtype, clock, opened.notes)
@@ -163,7 +164,7 @@ class Engine:
         if "kernels" in changed:
             self.stage.decoder.set_kernels(switches.kernels)
             if self.stage.graphs is not None:
-                self.stage.capture(config.max_streams)
+                self.stage.capture(config.max_streams, switches.kernels)
         self.scheduler.switches = switches
         self.loop.kind = switches.loop
 
@@ -225,7 +226,8 @@ def _quantized(decoder: Decoder) -> str:
         return "every matrix and the output head in 4 bits; embedding table and norms in 16 or 32 bits"
     if len(dense) == len(linears):
         return f"nothing: every matrix in {str(next(iter(linears.values())).weight.dtype).removeprefix('torch.')}"
-    kinds = sorted({part.split(".")[-1] for name in dense for part in name.split("+")})
+    kinds = sorted({part.split(".")[-1] for name in dense for part in name.split("+")} - {"embed_tokens"})
+    kinds += ["the output head"] if EMBEDDING in dense else []
     return f"every matrix in 4 bits but {', '.join(kinds)}"
 
 

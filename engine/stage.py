@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from engine.cache import Cache
-from engine.graphs import DecodeGraphs
+from engine.config import Attention, DenseFfn, LayerSpec
+from engine.graphs import Graphs
 from engine.inputs import StepInputs, StepShape
 from engine.kernels._launch import whole
 from engine.kernels.sample import sample
@@ -58,13 +59,18 @@ class Stage:
         self.token_pool = torch.zeros(max_streams + 1, dtype=torch.int32, device=device)
         self.up = UpRing(device, RING_DEPTH)
         self.down = DownRing(device, RING_DEPTH, max_streams)
-        self.graphs: DecodeGraphs | None = None
+        self.graphs: Graphs | None = None
+        self._graphs_by_kernels: dict[str, Graphs] = {}
         self.resident = True
 
     @torch.inference_mode()
-    def capture(self, max_streams: int) -> None:
-        """Captures the decode step for every batch bucket up to max_streams."""
-        self.graphs = DecodeGraphs(self, max_streams)
+    def capture(self, max_streams: int, kernels: str) -> None:
+        """Captures the steps that are replayed; those of each kind of kernels are kept."""
+        if kernels not in self._graphs_by_kernels:
+            # The standard kernels unpack whole matrices: there the GPU is the limit, not the host's launches.
+            prompts = kernels == "fused" and all(plain_layer(layer) for layer in self.decoder.config.layers)
+            self._graphs_by_kernels[kernels] = Graphs(self, max_streams, prompts)
+        self.graphs = self._graphs_by_kernels[kernels]
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, banned: list[tuple[int, frozenset[int]]]) -> StepResult:
@@ -74,8 +80,9 @@ class Stage:
         sampling = [piece.track.request.sampling for piece in plan.pieces if piece.samples]
         plain = not banned and all(is_plain(s) for s in sampling)
         row = plan.step % RING_DEPTH
-        if plan.decode and plain and self.resident and self.graphs is not None:
-            self.graphs.replay(plan, row, is_greedy(sampling))
+        shape = self.graphs.shape_for(plan) if plain and self.resident and self.graphs is not None else None
+        if shape is not None:
+            self.graphs.replay(plan, shape, row, is_greedy(sampling))
             logprobs = None
         else:
             logprobs = self._run_eagerly(plan, row, banned, sampling)
@@ -123,6 +130,11 @@ class Stage:
         return tokens
 
 
+def plain_layer(layer: LayerSpec) -> bool:
+    """Whether a layer takes rows of no request, which pad a captured prompt step."""
+    return isinstance(layer.mixer, Attention) and isinstance(layer.ffn, DenseFfn)
+
+
 def plan_shape(plan: StepPlan) -> StepShape:
     return StepShape(
         rows=sum(piece.count for piece in plan.pieces),
@@ -142,7 +154,7 @@ def fill(arrays: dict[str, np.ndarray], plan: StepPlan, ring_row: int, page_size
     ends = np.cumsum([piece.count for piece in pieces])
     starts = arrays["query_start"]
     starts[1 : count + 1] = ends
-    starts[count + 1 :] = ends[-1] + np.arange(1, len(starts) - count)
+    starts[count + 1 :] = ends[-1] + (np.arange(1, len(starts) - count) if plan.decode else 0)
     if plan.decode:
         _fill_decode_rows(arrays, pieces, page_size)
     else:

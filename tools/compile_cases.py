@@ -1,6 +1,6 @@
 """The launches that compile_offline.py compiles: real launch functions on shapes without data (device "meta").
 
-To add a kernel, add a function to CASES that launches it through engine.kernels._launch.launch.
+To add a kernel, add a function to CASES that launches it; nothing runs.
 """
 
 from __future__ import annotations
@@ -10,14 +10,21 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from engine.batch import Batch, LayerCache
-from engine.config import Attention, Rope
+from engine.batch import Batch, LayerCache, StateCache
+from engine.config import Attention, DeltaNet, LatentAttention, Rope
 from engine.kernels.activation import clamped_swiglu_triton, silu_mul_triton
 from engine.kernels.attention_decode import decode_attention_triton
 from engine.kernels.attention_prefill import prefill_attention_triton
+from engine.kernels.deltanet import DeltaWeights, channels, row_width
+from engine.kernels.deltanet_triton import prefill as delta_prefill
+from engine.kernels.deltanet_triton import step
+from engine.kernels.mla_triton import latent_attention, latent_write
+from engine.kernels.moe import Experts, moe_experts_triton
 from engine.kernels.norm import add_rms_norm_triton, rms_norm_triton
 from engine.kernels.rope import projection_width, qk_norm_rope_write_triton
 from engine.kernels.sample import SamplingTensors, sample_triton
+from engine.models import model_config
+from engine.quant import QuantExperts, group_for
 
 BF16, FP8, INT8 = torch.bfloat16, torch.float8_e4m3fn, torch.int8
 QWEN3 = Attention(32, 8, 128, Rope(rotary_dim=128), 128**-0.5, qk_norm=True)
@@ -75,6 +82,41 @@ def partials(splits: int, rows: int, width: int) -> Tensor:
     return empty(splits, rows, width, dtype=torch.float32)
 
 
+def experts(name: str, tokens: int) -> None:
+    """The experts of one layer; `name` is a published model's."""
+    spec = model_config(name).layers[-1].ffn
+    hidden, count = model_config(name).hidden, spec.experts + (spec.shared > 0)
+    scale = torch.uint8 if spec.codes == "mxfp4" else BF16
+
+    def weight(n: int, k: int) -> QuantExperts:
+        group = 32 if spec.codes == "mxfp4" else group_for(k)
+        packed = empty(count, n // 64, k // 64, 2048, dtype=torch.uint8)
+        return QuantExperts(packed, empty(count, n // 64, k // group, 64, dtype=scale), n, k, group, spec.codes)
+
+    biases = [empty(count, n) if spec.bias else None for n in (2 * spec.intermediate, hidden)]
+    weights = Experts(weight(2 * spec.intermediate, hidden), weight(hidden, spec.intermediate), *biases)
+    slots = spec.top_k + (spec.shared > 0)
+    ids = empty(tokens, slots, dtype=torch.int32)
+    moe_experts_triton(empty(tokens, hidden), ids, empty(tokens, slots, dtype=torch.float32), weights, spec)
+
+
+def delta(launch: Callable[..., Tensor], rows: int, requests: int) -> None:
+    spec = DeltaNet(16, 32, 128, 128)
+    real = [empty(spec.value_heads, dtype=torch.float32) for _ in range(2)]
+    weights = DeltaWeights(empty(channels(spec), spec.conv), *real, empty(spec.value_dim), 1e-6)
+    state = StateCache(empty(65, spec.conv, channels(spec)), empty(65, 32, 128, 128, dtype=torch.float32))
+    launch(empty(rows, row_width(spec)), spec, weights, batch(rows, requests), state)
+
+
+def latent(dtype: torch.dtype, rows: int, requests: int) -> None:
+    spec = LatentAttention(20, 768, 512, 192, 64, 256, Rope(rotary_dim=64, interleaved=True), 1 / 16)
+    scales = [empty(1024, 1, 64, dtype=torch.float32) if dtype in (FP8, INT8) else None for _ in range(2)]
+    pages = LayerCache(empty(1024, 1, 64, 512, dtype=dtype), empty(1024, 1, 64, 64, dtype=dtype), *scales)
+    table, one = empty(4096, 64, dtype=torch.float32), batch(rows, requests)
+    latent_write(partials(4, rows, 1344), spec, empty(768), empty(512), table, one, pages, BF16)
+    latent_attention(empty(rows, 20, 512), empty(rows, 20, 256)[..., 192:], spec, table, one, pages)
+
+
 CASES: dict[str, Callable[[], object]] = {
     "rms_norm": lambda: rms_norm_triton(empty(16, 5120), empty(5120), 1e-6),
     "add_rms_norm": lambda: add_rms_norm_triton(partials(4, 16, 5120), empty(16, 5120), empty(5120), 1e-6),
@@ -94,4 +136,14 @@ CASES: dict[str, Callable[[], object]] = {
     "prefill gpt-oss": lambda: prefill(GPT_OSS, BF16),
     "sample": lambda: sample(False),
     "sample greedy": lambda: sample(True),
+    "experts qwen3.6 1": lambda: experts("Qwen3.6-35B-A3B", 1),
+    "experts qwen3.6 64": lambda: experts("Qwen3.6-35B-A3B", 64),
+    "experts qwen3.6 2048": lambda: experts("Qwen3.6-35B-A3B", 2048),
+    "experts gpt-oss 1": lambda: experts("gpt-oss-20b", 1),
+    "experts gpt-oss 64": lambda: experts("gpt-oss-20b", 64),
+    "deltanet step": lambda: delta(step, 16, 16),
+    "deltanet prefill": lambda: delta(delta_prefill, 2048, 2),
+    "latent decode": lambda: latent(BF16, 16, 16),
+    "latent decode int8": lambda: latent(INT8, 16, 16),
+    "latent prefill": lambda: latent(BF16, 2048, 2),
 }

@@ -16,13 +16,15 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from engine.kernels._launch import Launch, launch_options
+from engine.kernels._launch import launch_options
 from tools.compile_cases import CASES
 
 RECORD = Path(__file__).with_name("compiled_kernels.json")
@@ -32,6 +34,33 @@ TYPES = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int8: "i8", torch.uint8: "u8",
     torch.int32: "i32", torch.int64: "i64", torch.float8_e4m3fn: "fp8e4nv",
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch as recorded: the Triton function, its positional and its keyword arguments."""
+
+    kernel: Any
+    args: tuple[Any, ...]
+    meta: dict[str, Any]
+
+
+@contextmanager
+def recording(target: int) -> Iterator[list[Launch]]:
+    """Within the block Triton kernels are not launched but recorded, chosen for the target."""
+    from triton.runtime.jit import JITFunction
+
+    recorded: list[Launch] = []
+
+    def record(self: Any, *args: Any, grid: Any, warmup: bool, **meta: Any) -> None:
+        recorded.append(Launch(self, args, meta))
+
+    run, JITFunction.run = JITFunction.run, record
+    try:
+        with launch_options(capability=(target // 10, target % 10)):
+            yield recorded
+    finally:
+        JITFunction.run = run
 
 
 @dataclass(frozen=True)
@@ -57,7 +86,8 @@ def compile_launch(launch: Launch, target: int) -> Compiled:
     signature, constants, attributes = {}, {}, {}
     for index, name in enumerate(names):
         value = values[name]
-        signature[name] = "constexpr" if name in launch.meta else _type_of(value, fixed[index])
+        constant = name in launch.meta or launch.kernel.params[index].is_constexpr
+        signature[name] = "constexpr" if constant else _type_of(value, fixed[index])
         if signature[name] == "constexpr":
             constants[(index,)] = value
         elif isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0 and not fixed[index]):
@@ -103,7 +133,7 @@ def _disassemble(cubin: bytes) -> tuple[str, str]:
 
 def loops(sass: str) -> list[list[str]]:
     """The instructions of every innermost loop: from the target of a backward branch to the branch."""
-    code = [(int(address, 16), text) for address, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]+);", sass)]
+    code = [(int(address, 16), text.strip()) for address, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]+);", sass)]
     back = []
     for address, text in code:
         branch = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)
@@ -132,9 +162,8 @@ def compile_all(pattern: str, targets: list[int]) -> dict[str, dict[str, Any]]:
         for target in targets:
             if target < 89 and "fp8" in case:
                 continue
-            with launch_options(recorded=[], capability=(target // 10, target % 10)) as options:
+            with recording(target) as launches:
                 CASES[case]()
-                launches = options.recorded or []
             for launch in launches:
                 name = f"{case} / {launch.kernel.__name__}"
                 found.setdefault(name, {})[f"sm_{target}"] = asdict(compile_launch(launch, target))

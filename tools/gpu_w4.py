@@ -8,6 +8,7 @@ PyTorch's own int4 product (tinygemm).
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import time
@@ -83,8 +84,12 @@ def candidates(n: int, k: int, rows: int) -> Iterator[Plan]:
             found.append(
                 (waste + 4.0 * splits * rows / k + 1.5 / (waves * steps * per_slice), block, splits, steps, stages)
             )
-        for _, block, splits, steps, stages in sorted(found)[:14]:
+        for _, block, splits, steps, stages in sorted(found)[:12]:
             yield Plan("stream", rows, block, splits, stages, steps=steps)
+        for block, splits, stages in itertools.product((64, 128), (1, 2, 3, 4, 6, 8, 12), (4, 6)):
+            programs = -(-tiles * 64 // block) * splits
+            if tiles * 64 % block == 0 and groups // splits >= 4 and 200 < programs < 1300:
+                yield Plan("tile", rows, block, splits, stages)
         return
     found = []
     for program_rows, block, warps in ((32, 64, 4), (32, 128, 4), (64, 64, 4), (64, 128, 4), (64, 128, 8), (128, 64, 4),
@@ -117,7 +122,7 @@ def compile_plan(job: tuple[int, int, int, Plan]) -> str | None:
 def compile_key(job: tuple[int, int, int, Plan]) -> tuple:
     _, k, rows, p = job
     slice_tiles = -(-(-(-(k // 128) // p.splits) * 2) // 4) if p.kind == "stream" else 0
-    return p.kind, p.rows, p.block, p.stages, p.warps, p.parts, p.splits == 1, slice_tiles, k % 1024 == 0, rows == 1
+    return p.kind, p.rows, p.block, p.stages, p.warps, p.parts, p.splits == 1, slice_tiles, rows == 1
 
 
 def references(weights: list[QuantWeight], x: torch.Tensor) -> dict[str, float]:

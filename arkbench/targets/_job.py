@@ -67,7 +67,7 @@ class BodyForm:
         return " " + " ".join((words * (count // max(len(words), 1) + 1))[:count])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class WireRequest:
     """A planned request on its way to a client process; the prompt is an array("i") as bytes."""
 

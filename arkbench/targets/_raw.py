@@ -85,11 +85,12 @@ class RawClient:
                     self._drop(connection)
                 elif connection.sock.fileno() >= 0:
                     self._idle.append(connection)
+        # No collection may stop the loop while the clock runs; what a load makes has no cycles.
+        gc.collect()
+        gc.disable()
 
     def run(self, release: float) -> JobStats:
         """Sends the load from `release` (monotonic seconds) on, until everything has ended or was cut."""
-        gc.collect()
-        gc.disable()
         try:
             self._plan.release(release)
             self._wait_until(release)

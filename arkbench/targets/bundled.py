@@ -229,6 +229,9 @@ class BundledTarget:
         except EngineError as error:
             self._engine = None
             raise TargetError(str(error)) from None
+        except KeyboardInterrupt:
+            self._engine = None  # half turned or half loaded: nothing of it can be used or closed in order
+            raise
         self._config = config
         return self._info()
 
@@ -388,9 +391,9 @@ class BundledTarget:
         """Gives the model's memory back."""
         if self._engine is None:
             return
-        self._engine.close()
-        self._engine = None
-        self._config = None
+        engine, self._engine, self._config = self._engine, None, None
+        engine.close()
+        del engine
         gc.collect()
         if str(self._base["device"]).startswith("cuda"):
             import torch

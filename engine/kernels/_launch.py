@@ -1,4 +1,4 @@
-"""How kernels are launched: what the device offers, programmatic dependent launch, and a recorder for offline checks.
+"""How kernels are launched: what the device offers, and programmatic dependent launch.
 
 Programmatic dependent launch (PDL, sm_90 and later): a kernel may be scheduled while the one before still runs. Every
 kernel of this package then waits before its first read of anything a kernel has written, and writes only after the
@@ -19,22 +19,10 @@ from torch import Tensor
 
 @dataclass
 class LaunchOptions:
-    """`pdl`: use PDL where the device has it. `capability`: compile for this (major, minor) instead of the device's.
-    `recorded`: when a list, launches are appended to it instead of run."""
+    """`pdl`: use PDL where the device has it. `capability`: choose for this (major, minor), not the device's."""
 
     pdl: bool = True
     capability: tuple[int, int] | None = None
-    recorded: list[Launch] | None = None
-
-
-@dataclass(frozen=True)
-class Launch:
-    """One launch as recorded: the Triton function, its grid, positional arguments and keyword arguments."""
-
-    kernel: Any
-    grid: tuple[int, ...]
-    args: tuple[Any, ...]
-    meta: dict[str, Any]
 
 
 options = LaunchOptions()
@@ -82,9 +70,6 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
     meta["PDL"] = pdl
     if pdl:
         meta["launch_pdl"] = True
-    if options.recorded is not None:
-        options.recorded.append(Launch(kernel, grid, args, meta))
-        return
     kernel[grid](*args, **meta)
 
 

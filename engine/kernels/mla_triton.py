@@ -9,6 +9,7 @@ from torch import Tensor
 
 from engine.batch import Batch, LayerCache
 from engine.config import LatentAttention
+from engine.kernels._launch import capability
 
 SEGMENT = 256
 MOST_SEGMENTS = 64
@@ -207,7 +208,8 @@ def latent_attention(
     requests = batch.kv_len.shape[0]
     out = torch.empty(rows, heads, rank, dtype=q_latent.dtype, device=q_latent.device)
     segment, segments = _segments(batch)
-    most = 64 if cache.k_scale is None else 32
+    roomy = capability(q_latent)[0] in (9, 10)  # shared memory for 64 rows of 512 latents
+    most = 64 if roomy and cache.k_scale is None else 32
     m = min(most, max(16, triton.next_power_of_2(batch.max_query * heads)))
     partial = stats = out
     if batch.decode:

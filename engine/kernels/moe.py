@@ -248,7 +248,7 @@ def _gate_up(
     pairs, slots = ids.numel(), ids.shape[1]
     packed, scales, n_tiles, k_tiles, group, groups_n, codes = _operands(experts.gate_up)
     half = n_tiles // 2
-    segments = max(1, min(SEGMENTS, k_tiles // 4))
+    segments = max(1, min(SEGMENTS, k_tiles // 4)) if size == 16 else 1
     blocks = pairs if groups is None else groups.expert.shape[0]
     split = segments > 1 and blocks * half < MIN_PROGRAMS
     shape = (segments, pairs, 2 * half * 64) if split else (pairs, half * 64)

@@ -70,10 +70,12 @@ E2M1_TO_BF16 = tl.constexpr(
 def _code_value(code, CODES: tl.constexpr, DTYPE: tl.constexpr):
     """A 4-bit code as a number of DTYPE; exact."""
     if CODES == "int4":
-        return (code - 8).to(DTYPE)
-    size = code & 7
-    value = tl.where(size < 4, size * 0.5, tl.where(size < 6, size - 2.0, size * 2.0 - 8.0))
-    return tl.where(code > 7, -value, value).to(DTYPE)
+        value = (code - 8).to(DTYPE)
+    else:
+        size = code & 7
+        magnitude = tl.where(size < 4, size * 0.5, tl.where(size < 6, size - 2.0, size * 2.0 - 8.0))
+        value = tl.where(code > 7, -magnitude, magnitude).to(DTYPE)
+    return value
 
 
 @triton.jit
@@ -97,18 +99,24 @@ def _unpack(words, CODES: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
             is_pure=True,
             pack=1,
         )
-        return _words_to_tile(l00, l01, l10, l11), _words_to_tile(h00, h01, h10, h11)
-    low = _words_to_tile(words & 15, (words >> 16) & 15, (words >> 8) & 15, (words >> 24) & 15)
-    high = _words_to_tile((words >> 4) & 15, (words >> 20) & 15, (words >> 12) & 15, (words >> 28) & 15)
-    return _code_value(low, CODES, DTYPE), _code_value(high, CODES, DTYPE)
+        low = _words_to_tile(l00, l01, l10, l11)
+        high = _words_to_tile(h00, h01, h10, h11)
+    else:
+        low_codes = _words_to_tile(words & 15, (words >> 16) & 15, (words >> 8) & 15, (words >> 24) & 15)
+        high_codes = _words_to_tile((words >> 4) & 15, (words >> 20) & 15, (words >> 12) & 15, (words >> 28) & 15)
+        low = _code_value(low_codes, CODES, DTYPE)
+        high = _code_value(high_codes, CODES, DTYPE)
+    return low, high
 
 
 @triton.jit
 def _scale(scales, at, CODES: tl.constexpr):
     """Scales at `at` as float32."""
     if CODES == "mxfp4":
-        return (tl.load(scales + at).to(tl.int32) << 23).to(tl.float32, bitcast=True)
-    return tl.load(scales + at).to(tl.float32)
+        scale = (tl.load(scales + at).to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    else:
+        scale = tl.load(scales + at).to(tl.float32)
+    return scale
 
 
 @triton.jit
@@ -146,8 +154,10 @@ def _activate(gate, up, CLAMPED: tl.constexpr, alpha, limit):
     if CLAMPED:
         gate = tl.minimum(gate, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit)
-        return (up + 1.0) * gate / (1.0 + tl.exp(-alpha * gate))
-    return up * gate / (1.0 + tl.exp(-gate))
+        value = (up + 1.0) * gate / (1.0 + tl.exp(-alpha * gate))
+    else:
+        value = up * gate / (1.0 + tl.exp(-gate))
+    return value
 
 
 @triton.jit
@@ -155,8 +165,12 @@ def _block(ids, order, block_expert, block, M: tl.constexpr, DIRECT: tl.constexp
     """The expert of a block and its pairs [M] (-1: none)."""
     slots = tl.arange(0, M)
     if DIRECT:
-        return tl.load(ids + block), tl.where(slots == 0, block, -1)
-    return tl.load(block_expert + block), tl.load(order + block * M + slots)
+        expert = tl.load(ids + block)
+        pair = tl.where(slots == 0, block, -1)
+    else:
+        expert = tl.load(block_expert + block)
+        pair = tl.load(order + block * M + slots)
+    return expert, pair
 
 
 @triton.jit

@@ -229,7 +229,7 @@ def w4_stream_kernel(
     s_jump = block_step * TILES * tile_scales - groups * 64
 
     ring = gl.allocate_shared_memory(gl.int32, [STAGES, TILES * UNIT], gl.SwizzledSharedLayout(4, 1, 1, [0]))
-    s_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BN], gl.SwizzledSharedLayout(2, 1, 1, [0]))
+    s_ring = gl.allocate_shared_memory(scales_ptr.dtype.element_ty, [STAGES, BN], gl.SwizzledSharedLayout(2, 1, 1, [0]))
     x_smem = gl.allocate_shared_memory(gl.bfloat16, [SLICE, M, 64], gl.NVMMASharedLayout(128, 16, 2))
     ahead = 0
     for stage in gl.static_range(STAGES - 1):
@@ -347,7 +347,7 @@ def w4_tile_kernel(
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
     w_ring = gl.allocate_shared_memory(gl.int32, [STAGES, TILES * UNIT], gl.SwizzledSharedLayout(4, 1, 1, [0]))
-    s_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BN], gl.SwizzledSharedLayout(2, 1, 1, [0]))
+    s_ring = gl.allocate_shared_memory(scales_ptr.dtype.element_ty, [STAGES, BN], gl.SwizzledSharedLayout(2, 1, 1, [0]))
 
     word = gl.arange(0, TILES * UNIT, w_layout)
     # the words of a step: the first k tile of every row tile, then the second
@@ -376,7 +376,7 @@ def w4_tile_kernel(
         async_copy.wait_group(STAGES - 2)
         gl.thread_barrier()  # also: every warp is done with the stage that is filled below
         words = w_ring.index(slot).load(w_layout)
-        scale = s_ring.index(slot).load(a_rows)
+        scale = s_ring.index(slot).load(a_rows).to(gl.bfloat16)
         mbarrier.wait(ready.index(slot), step // STAGES & 1)
         x_slot = slot * GROUP_TILES
         if GROUP_TILES == 1:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -61,8 +62,16 @@ class Decoder:
         self.norm = build.norm("model.norm", config.hidden) if self.is_last else None
         head_name = EMBEDDING if tied_here else HEAD
         self.head: Linear | None = build.linear([head_name], [config.vocab], config.hidden) if self.is_last else None
+        if tied_here and self.embedding is not None:
+            self._share_table()
         self.linears = build.linears
         self.tables = build.tables
+
+    def _share_table(self) -> None:
+        """Keeps a dense tied head once: as the embedding table itself."""
+        table, weight = self.embedding, self.head.weight
+        if isinstance(weight, Tensor) and weight.dtype == table.dtype and torch.equal(weight, table):
+            self.head.weight = table
 
     def set_kernels(self, kernels: Kernels) -> None:
         for linear in self.linears.values():

@@ -48,9 +48,11 @@ class TensorStore(Protocol):
 
 
 class MatrixReader(Protocol):
-    """Knows the stored form of 4-bit matrices. `keeps_dense`: what such a checkpoint left in 16 bits stays there."""
+    """Knows the stored form of 4-bit matrices."""
 
-    keeps_dense: bool
+    def leaves_dense(self, name: str) -> bool:
+        """Whether matrix `name`, which is not in 4 bits, was left so on purpose and stays in 16."""
+        ...
 
     def parts(self, name: str) -> Sequence[str]:
         """Canonical names of the tensors that make up matrix `name` in its 4-bit form, if it is there in it."""
@@ -96,8 +98,9 @@ class CheckpointSource:
         merged = dense[0] if len(dense) == 1 else torch.cat(dense)
         if self.weights_dtype != "int4":
             return merged.to(DTYPES[self.weights_dtype])
-        left_in_16bit = self.reader is not None and self.reader.keeps_dense and not stored
-        if left_in_16bit or any(kept_in_16bit(self.config, name) for name in names):
+        reader = self.reader
+        left = reader is not None and not stored and all(reader.leaves_dense(name) for name in names)
+        if left or any(kept_in_16bit(self.config, name) for name in names):
             return merged.to(self.dtype)
         return quantize_by_rows(merged, self._scale_dtype())
 

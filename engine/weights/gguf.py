@@ -1,7 +1,8 @@
 """GGUF files: geometry from the metadata, tensors dequantized by the `gguf` package or taken over as 4-bit codes.
 
 Q4_0 (code - 8) * d maps exactly; Q4_1 code * d + m maps with the zero point -m / d, rounded to float16: at most 0.004
-of a step. Other types are dequantized and quantized again.
+of a step. Other types are dequantized and quantized again, but what a 4-bit file
+keeps in 8 bits or more stays in 16.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from engine.models import from_hf
 from engine.weights.checkpoint import CheckpointSource, Codes
 
 BLOCK = 32
+FOUR_BIT = frozenset({"Q4_0", "Q4_1"})
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
@@ -138,8 +140,6 @@ class GgufStore:
     llama.cpp reorders the rows of q and k of the llama architecture (adjacent rotary pairs); they are put back.
     """
 
-    keeps_dense = False
-
     def __init__(self, file: GgufFile, config: ModelConfig) -> None:
         self.file = file
         self.where = file.where
@@ -164,9 +164,15 @@ class GgufStore:
 
     # ------------------------------------------------------------------------------------------ 4-bit matrices
 
+    def leaves_dense(self, name: str) -> bool:
+        """A file of 4-bit matrices that spends 8 bits or more on one (often the head) has its reason."""
+        kinds = {tensor.tensor_type.name for tensor in self.file.tensors.values()}
+        stored = self.file.tensors[self._gguf_name[f"{name}.weight"]].tensor_type.name
+        return bool(kinds & FOUR_BIT) and stored in ("Q8_0", "F16", "BF16", "F32")
+
     def parts(self, name: str) -> Sequence[str]:
         tensor = self.file.tensors.get(self._gguf_name.get(f"{name}.weight", ""))
-        return [f"{name}.weight"] if tensor is not None and tensor.tensor_type.name in ("Q4_0", "Q4_1") else []
+        return [f"{name}.weight"] if tensor is not None and tensor.tensor_type.name in FOUR_BIT else []
 
     def read_matrix(self, name: str, tensor: Callable[[str], Tensor], device: torch.device) -> Codes:
         gguf_name = self._gguf_name[f"{name}.weight"]

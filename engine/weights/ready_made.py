@@ -39,7 +39,9 @@ class GptqReader:
     where: str
     group: int
     zero_offset: int
-    keeps_dense: bool = True
+
+    def leaves_dense(self, name: str) -> bool:
+        return True
 
     def parts(self, name: str) -> Sequence[str]:
         return [f"{name}.{part}" for part in ("qweight", "qzeros", "scales", "g_idx")]
@@ -70,7 +72,9 @@ class AwqReader:
     """qweight [k, n/8], qzeros [k/g, n/8], scales [k/g, n]; columns in AWQ's order within a word."""
 
     group: int
-    keeps_dense: bool = True
+
+    def leaves_dense(self, name: str) -> bool:
+        return True
 
     def parts(self, name: str) -> Sequence[str]:
         return [f"{name}.{part}" for part in ("qweight", "qzeros", "scales")]
@@ -94,7 +98,8 @@ def _awq_columns(words: Tensor) -> Tensor:
 class PackedReader:
     """compressed-tensors: weight_packed [n, k/8], weight_scale [n, k/g], weight_zero_point [n/8, k/g] or none."""
 
-    keeps_dense: bool = True
+    def leaves_dense(self, name: str) -> bool:
+        return True
 
     def parts(self, name: str) -> Sequence[str]:
         suffixes = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
@@ -135,5 +140,6 @@ def reader_for(quantization: dict[str, Any] | None, where: str) -> MatrixReader 
     if method in ("fp8", "mxfp4"):
         return None
     raise EngineError(
-        f"{where}: quantization '{method}' is not supported; gptq, awq, fp8, mxfp4 and compressed-tensors (pack-quantized) are"
+        f"{where}: quantization '{method}' is not supported; "
+        "gptq, awq, fp8, mxfp4 and compressed-tensors (pack-quantized) are"
     )

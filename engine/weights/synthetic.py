@@ -93,7 +93,13 @@ class SyntheticSource:
         return self._normal(name, shape, 0.1, self.dtype)
 
     def tensor(self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
-        return self._normal(name, shape, 1.0, dtype or self.dtype)
+        """Routers are made like matrices and their selection biases small, so that every expert gets its share."""
+        std = 1.0
+        if name.endswith(("mlp.gate.weight", "shared_expert_gate.weight")):
+            std = shape[-1] ** -0.5
+        elif name.endswith("e_score_correction_bias"):
+            std = 0.01
+        return self._normal(name, shape, std, dtype or self.dtype)
 
     def has(self, name: str) -> bool:
         return True

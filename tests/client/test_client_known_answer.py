@@ -68,11 +68,9 @@ def test_both_servers_say_the_same(server_url: str, prompt: int, tokens: int) ->
     response = httpx.post(server_url + "/completions", content=body, trust_env=False)
     *pieces, usage, done, rest = response.text.split("\n\n")
     assert [json.loads(p[6:])["choices"][0]["text"] for p in pieces] == [" tok"] * tokens
-    assert json.loads(usage[6:])["usage"] == {
-        "prompt_tokens": prompt,
-        "completion_tokens": tokens,
-        "total_tokens": prompt + tokens,
-    } | json.loads(usage[6:])["usage"]
+    found = json.loads(usage[6:])["usage"]
+    assert (found["prompt_tokens"], found["completion_tokens"]) == (prompt, tokens)
+    assert found["total_tokens"] == prompt + tokens
     assert (done, rest) == ("data: [DONE]", "")
     assert doctor_client.lateness(server_url)["writes"] >= tokens
 

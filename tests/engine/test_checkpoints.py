@@ -183,7 +183,7 @@ def test_an_fp8_checkpoint_is_scaled_by_its_blocks(folder, tmp_path):
 def test_a_sharded_checkpoint_loads(tmp_path, references, checkpoints):
     references["llama"].save_pretrained(tmp_path, max_shard_size="100KB")
     assert (tmp_path / "model.safetensors.index.json").exists()
-    assert torch.equal(logits(tmp_path), logits(checkpoints["llama"]))
+    assert torch.allclose(logits(tmp_path), logits(checkpoints["llama"]), atol=1e-5)
 
 
 def test_bf16_weights_are_read_and_quantized(tmp_path):
@@ -212,7 +212,8 @@ def test_a_wrapper_is_read_and_its_vision_tower_skipped(checkpoints, tmp_path):
 
     rewrite(folder, wrap)
     engine = load(str(folder))
-    assert torch.equal(logits_of(engine, TOKENS, [24]), logits_of(load(str(checkpoints["ministral3"])), TOKENS, [24]))
+    expected = logits_of(load(str(checkpoints["ministral3"])), TOKENS, [24])
+    assert torch.allclose(logits_of(engine, TOKENS, [24]), expected, atol=1e-5)
     assert any("1 tensors outside the language model were skipped" in note for note in engine.info.notes)
 
 
