@@ -13,9 +13,11 @@ from engine.cache import Cache, model_state_bytes, model_token_bytes, stored_dty
 from engine.config import EngineConfig, EngineError, Switches, switch_differences
 from engine.layers.build import Build
 from engine.loops import Loop, StepOutcomes
-from engine.memory import free_memory, plan_memory
+from engine.memory import free_memory, plan_memory, snapshot_slots
 from engine.models.decoder import EMBEDDING, Decoder, weight_bytes
 from engine.pages import PagePool
+from engine.prefix import PrefixIndex
+from engine.promptcache import PromptCache
 from engine.request import EngineInfo, Request, TokenEvent
 from engine.scheduler import Outcome, Scheduler
 from engine.stage import Stage
@@ -74,16 +76,23 @@ class Engine:
 
     def _make_stage(self, decoder: Decoder, pages: int, device: torch.device, dtype: torch.dtype) -> None:
         config = self.config
-        self.pool = PagePool(pages)
         max_pages = -(-config.max_model_len // config.page_size)
+        snapshots = snapshot_slots(self.model, config)
+        prompt_cache = None
+        self.pool = PagePool(pages)
+        if config.switches.prompt_cache == "on":
+            slots = range(config.max_streams + 1, config.max_streams + 1 + snapshots)
+            self.pool.keeper = index = PrefixIndex(config.page_size, slots)
+            prompt_cache = PromptCache(index, self.pool, recurrent=snapshots > 0)
         cache = Cache.allocate(
             [layer.mixer for layer in self.model.layers], pages, config.page_size, config.max_streams, max_pages,
-            stored_dtype(config.switches.cache_dtype, dtype), dtype, device,
+            stored_dtype(config.switches.cache_dtype, dtype), dtype, device, snapshots,
+            config.switches.cache == "contiguous",
         )  # fmt: skip
         self.stage = Stage(decoder, cache, device, config.max_streams, config.max_model_len)
         self.scheduler = Scheduler(
             self.pool, config.page_size, config.max_streams, config.max_model_len, config.prefill_tokens,
-            config.switches, frozenset(self.model.eos_token_ids),
+            config.switches, frozenset(self.model.eos_token_ids), prompt_cache,
         )  # fmt: skip
         self.loop = Loop(config.switches.loop, self.scheduler, self.stage)
 
@@ -172,10 +181,15 @@ def check(config: EngineConfig) -> None:
     switches = config.switches
     if config.stages != 1:
         raise EngineError(f"stages={config.stages}: this engine runs one stage")
-    if switches.cache == "contiguous":
-        raise EngineError("cache=contiguous is not available; take cache=paged")
-    if switches.prompt_cache == "on":
-        raise EngineError("prompt_cache=on is not available; take prompt_cache=off")
+    if switches.cache == "contiguous" and switches.prompt_cache == "on":
+        raise EngineError("prompt_cache=on needs pages that requests can share; take cache=paged with it")
+    if switches.cache == "contiguous" and config.cache_tokens is not None:
+        longest = -(-config.max_model_len // config.page_size) * config.page_size
+        if config.cache_tokens < longest:
+            raise EngineError(
+                f"cache=contiguous sets {longest} tokens aside for a stream, which a cache of {config.cache_tokens} "
+                "has no room for; give more cache_tokens, a lower max_model_len, or cache=paged"
+            )
     if config.device.startswith("cuda") and not torch.cuda.is_available():
         raise EngineError(f"device '{config.device}': torch sees no NVIDIA GPU here; take device 'cpu'")
     if config.dtype not in (None, *DTYPES):
@@ -218,8 +232,11 @@ def _quantized(decoder: Decoder) -> str:
 
 
 def _event(outcome: Outcome, now: float, logprobs: tuple | None) -> TokenEvent:
+    track = outcome.track
     tokens = () if outcome.token is None else (outcome.token,)
-    return TokenEvent(outcome.track.request.id, tokens, now, outcome.finished, logprobs=logprobs)
+    cached = 0 if track.reported else track.cached_tokens or 0
+    track.reported = True
+    return TokenEvent(track.request.id, tokens, now, outcome.finished, cached, logprobs)
 
 
 def _events(done: StepOutcomes, now: float) -> list[TokenEvent]:

@@ -76,6 +76,7 @@ class Stage:
     def launch(self, plan: StepPlan, banned: list[tuple[int, frozenset[int]]]) -> StepResult:
         """Starts a step. `banned`: (sampled row, tokens that may not be chosen there)."""
         self.cache.update_table(plan.fresh_slots, plan.new_pages)
+        self.cache.copy_states(plan.restores)
         sampling = [piece.track.request.sampling for piece in plan.pieces if piece.samples]
         plain = not banned and all(is_plain(s) for s in sampling)
         row = plan.step % RING_DEPTH
@@ -85,6 +86,7 @@ class Stage:
             logprobs = None
         else:
             logprobs = self._run_eagerly(plan, row, banned, sampling)
+        self.cache.copy_states(plan.snapshots)
         self.down.fetch(row)
         return StepResult(plan, self.down, row, len(sampling), logprobs)
 

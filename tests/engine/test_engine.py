@@ -203,7 +203,11 @@ def test_requests_that_can_never_run_are_refused_in_one_line(folder):
     [
         ({"model": "nothing-like-it"}, "unknown model 'nothing-like-it'"),
         ({"stages": 2}, "stages=2"),
-        ({"switches": Switches(cache="contiguous")}, "cache=contiguous is not available"),
+        ({"switches": Switches(cache="contiguous", prompt_cache="on")}, "prompt_cache=on needs pages"),
+        (
+            {"switches": Switches(cache="contiguous"), "cache_tokens": 200, "max_model_len": 210},
+            "cache=contiguous sets 256 tokens aside for a stream, which a cache of 200 has no room for",
+        ),
         ({"device": "cuda"}, "torch sees no NVIDIA GPU"),
         ({"dtype": "fp8"}, "dtype 'fp8': it takes bf16, fp16, fp32"),
         ({"page_size": 0}, "page_size must be 1 or more"),
