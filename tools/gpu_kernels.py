@@ -2,9 +2,8 @@
 
     python -m tools.gpu_kernels [FILTER] [--check-only] [--tune] [--no-pdl] [--json FILE]
 
-Every case is compared with float64 mathematics first. Timing: a CUDA graph holds many launches over inputs that
-together exceed the L2 cache (one set of inputs each), and is replayed; median. Bytes are those that must move: inputs
-and outputs once. `--tune` times other tile shapes of the attention kernels beside the ones in use.
+Every case is compared with float64 mathematics first. Timing is that of engine/kernels/bench.py. Bytes are those that
+must move: inputs and outputs once. `--tune` times other tile shapes of the attention kernels beside the ones in use.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,14 +20,12 @@ from torch import Tensor
 
 from engine.batch import Batch, LayerCache
 from engine.config import Attention, Rope
-from engine.kernels import activation, attention_decode, attention_prefill, norm, rope, sample
+from engine.kernels import activation, attention_decode, attention_prefill, bench, norm, rope, sample
 from engine.kernels._launch import capability, launch_options
+from engine.kernels.bench import BF16, DEVICE, FP8, INT8, make_batch, make_cache, random
 
 BANDWIDTH = 4.3e12
 MATRIX_RATE = 780e12
-L2_BYTES = 60e6
-DEVICE = "cuda"
-BF16, FP8, INT8 = torch.bfloat16, torch.float8_e4m3fn, torch.int8
 
 
 @dataclass
@@ -44,64 +40,13 @@ class Case:
 
 
 def timed(case: Case) -> float:
-    """Microseconds of one launch: median over replays of a graph that holds a launch of every set of inputs."""
-    sets = int(min(24, max(3, 3 * L2_BYTES // max(case.bytes, 1)))) if not case.flops else 3
-    launches = [case.make(i) for i in range(sets)]
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for launch in launches:
-            launch()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for _, launch in itertools.product(range(1 if case.flops else 4), launches):
-                launch()
-        times = []
-        for _ in range(8):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record(stream)
-            graph.replay()
-            end.record(stream)
-            stream.synchronize()
-            times.append(begin.elapsed_time(end) * 1e3 / (sets * (1 if case.flops else 4)))
-    return statistics.median(times[1:])
-
-
-def random(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
-    return torch.randn(shape, device=DEVICE).to(dtype)
+    """Microseconds of one launch."""
+    return bench.timed([case.make(i) for i in range(3 if case.flops else bench.sets_for(case.bytes))])
 
 
 def error(out: Tensor, expected: Tensor, bound: float) -> float:
     """Largest |difference| / (bound * (1 + |expected|)): above 1 is a failure."""
     return float(((out.double() - expected.double()).abs() / (bound * (1 + expected.double().abs()))).max())
-
-
-def make_batch(query: int, lengths: list[int], page: int = 64) -> tuple[Batch, int]:
-    """Requests with `query` new rows each and shuffled pages; (batch, pages of the pool)."""
-    counts = [-(-n // page) for n in lengths]
-    pages = torch.randperm(sum(counts)).int() + 1
-    table = torch.zeros((len(lengths), max(counts)), dtype=torch.int32)
-    for r, (count, piece) in enumerate(zip(counts, pages.split(counts), strict=True)):
-        table[r, :count] = piece
-    positions = torch.cat([torch.arange(n - query, n) for n in lengths]).int()
-    owner = torch.arange(len(lengths)).repeat_interleave(query)
-    slots = table[owner, positions // page] * page + positions % page
-    ints = [torch.arange(0, query * len(lengths) + 1, query), torch.tensor(lengths), torch.zeros(len(lengths))]
-    start, kv_len, states = (t.int().to(DEVICE) for t in ints)
-    batch = Batch(
-        positions.to(DEVICE), positions.to(DEVICE), slots.int().to(DEVICE), start, kv_len, table.to(DEVICE),
-        states, states, query == 1, query, max(lengths),
-    )  # fmt: skip
-    return batch, sum(counts) + 1
-
-
-def make_cache(pages: int, kv_heads: int, dim: int, dtype: torch.dtype, page: int = 64) -> LayerCache:
-    shape = (pages, kv_heads, page, dim)
-    if dtype not in (INT8, FP8):
-        return LayerCache(random(*shape, dtype=dtype), random(*shape, dtype=dtype))
-    k, v = (torch.randint(-100, 101, shape, dtype=torch.int8, device=DEVICE) for _ in range(2))
-    scales = [torch.rand(shape[:3], device=DEVICE) * 0.01 + 0.01 for _ in range(2)]
-    return LayerCache(*((t if dtype == INT8 else t.to(torch.float16).to(FP8)) for t in (k, v)), *scales)
 
 
 # ------------------------------------------------------------------------------------------------ small kernels

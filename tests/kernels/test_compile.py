@@ -25,6 +25,23 @@ def test_a_kernel_compiles_for_every_gpu_within_its_record(case):
     assert all(target in done.stdout for target in ("sm_80", "sm_90", "sm_120"))
 
 
+def test_a_wgmma_kernel_compiles_for_hopper_alone():
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-m", "tools.compile_offline", "hopper"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("sm_90") == 7 and "sm_80" not in done.stdout
+
+
+def test_unpacking_stays_short():
+    """Thread instructions a weight of the main loops: what sets their speed once the bytes arrive in time."""
+    record = json.loads((ROOT / "tools/compiled_kernels.json").read_text())
+    most = {"hopper stream 8": 3.0, "hopper stream 16": 3.0, "hopper tile 32": 3.2, "hopper tile 64": 4.2}
+    for case, bound in most.items():
+        kernel = f"{case} / w4_{case.split()[1]}_kernel"
+        assert 1.5 < record[kernel]["sm_90"]["loop_per_weight"] < bound
+
+
 def test_every_record_is_clean():
     record = json.loads((ROOT / "tools/compiled_kernels.json").read_text())
     assert problems(record, record) == []
