@@ -8,10 +8,11 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+
+from engine.kernels._gluon import barrier, copy_async, copy_tile
 
 
 @gluon.jit
@@ -160,10 +161,10 @@ def _finish(
         size = n.to(gl.int64) * rows
         part = gl.convert_layout(acc.permute([1, 0]), flat)
         gl.store(parts_ptr + split * size + offsets, part, mask=inside, cache_modifier=".cg")
-        gl.thread_barrier()
+        barrier()
         counter = arrived_ptr + row_block * gl.cdiv(n, BN) + block
         if gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == splits - 1:
-            gl.thread_barrier()
+            barrier()
             total = gl.zeros([M, BN], gl.float32, flat)
             for other in range(splits):
                 total += gl.load(parts_ptr + other * size + offsets, mask=inside, other=0.0, cache_modifier=".cg")
@@ -234,8 +235,8 @@ def w4_stream_kernel(
     ahead = 0
     for stage in gl.static_range(STAGES - 1):
         if stage < total:
-            async_copy.async_copy_global_to_shared(ring.index(stage), w_ptr)
-            async_copy.async_copy_global_to_shared(s_ring.index(stage), s_ptr)
+            copy_async(ring.index(stage), w_ptr)
+            copy_async(s_ring.index(stage), s_ptr)
         async_copy.commit_group()
         ahead += 1
         wrap = ahead == groups
@@ -250,10 +251,10 @@ def w4_stream_kernel(
     for tile in range(groups * GROUP_TILES):
         cols = (k_first + tile) * 64 + x_cols
         pointers = x_ptr + x_rows[:, None] * x_stride + cols[None, :]
-        async_copy.async_copy_global_to_shared(x_smem.index(tile), pointers, mask=(cols < k)[None, :])
+        copy_async(x_smem.index(tile), pointers, mask=(cols < k)[None, :])
     async_copy.commit_group()
     async_copy.wait_group(0)
-    gl.thread_barrier()
+    barrier()
     fence_async_shared()
 
     acc = gl.zeros([BN, M], gl.float32, mma)
@@ -268,8 +269,8 @@ def w4_stream_kernel(
         scale = s_ring.index(slot).load(row_layout).to(gl.float32)
         if unit + STAGES - 1 < total:
             fill = (unit + STAGES - 1) % STAGES
-            async_copy.async_copy_global_to_shared(ring.index(fill), w_ptr)
-            async_copy.async_copy_global_to_shared(s_ring.index(fill), s_ptr)
+            copy_async(ring.index(fill), w_ptr)
+            copy_async(s_ring.index(fill), s_ptr)
         async_copy.commit_group()
         ahead += 1
         wrap = ahead == groups
@@ -303,7 +304,7 @@ def _fetch_x(x_desc, x_ring, ready, stage, row, col, GROUP_TILES: gl.constexpr):
     bar = ready.index(stage)
     mbarrier.expect(bar, GROUP_TILES * x_desc.block_type.nbytes)
     for half in gl.static_range(GROUP_TILES):
-        tma.async_copy_global_to_shared(x_desc, [row, col + half * 64], bar, x_ring.index(stage * GROUP_TILES + half))
+        copy_tile(x_desc, [row, col + half * 64], bar, x_ring.index(stage * GROUP_TILES + half))
 
 
 @gluon.jit
@@ -361,8 +362,8 @@ def w4_tile_kernel(
 
     for stage in gl.static_range(STAGES - 1):
         if stage < steps:
-            async_copy.async_copy_global_to_shared(w_ring.index(stage), w_base + stage * UNIT)
-            async_copy.async_copy_global_to_shared(s_ring.index(stage), s_base + stage * 64)
+            copy_async(w_ring.index(stage), w_base + stage * UNIT)
+            copy_async(s_ring.index(stage), s_base + stage * 64)
         async_copy.commit_group()
     if PDL:
         _pdl_wait()
@@ -374,7 +375,7 @@ def w4_tile_kernel(
     for step in range(steps):
         slot = step % STAGES
         async_copy.wait_group(STAGES - 2)
-        gl.thread_barrier()  # also: every warp is done with the stage that is filled below
+        barrier()  # also: every warp is done with the stage that is filled below
         words = w_ring.index(slot).load(w_layout)
         scale = s_ring.index(slot).load(a_rows).to(gl.bfloat16)
         mbarrier.wait(ready.index(slot), step // STAGES & 1)
@@ -391,8 +392,8 @@ def w4_tile_kernel(
         ahead = step + STAGES - 1
         if ahead < steps:
             fill = ahead % STAGES
-            async_copy.async_copy_global_to_shared(w_ring.index(fill), w_base + ahead * UNIT)
-            async_copy.async_copy_global_to_shared(s_ring.index(fill), s_base + ahead * 64)
+            copy_async(w_ring.index(fill), w_base + ahead * UNIT)
+            copy_async(s_ring.index(fill), s_base + ahead * 64)
             _fetch_x(x_desc, x_ring, ready, fill, row_block * M, (k_first + ahead * GROUP_TILES) * 64, GROUP_TILES)
         async_copy.commit_group()
         acc = warpgroup_mma_wait(0, deps=[flight])
