@@ -1,4 +1,4 @@
-"""What Gluon names differently from one version of Triton to the next: the old name is that of 3.6, the new one of 3.9."""
+"""What Gluon names differently in Triton 3.6 (the old names) and 3.9 (the new ones)."""
 
 from __future__ import annotations
 
