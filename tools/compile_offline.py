@@ -7,6 +7,7 @@ loops, shared memory, instructions of the main loop (the longest innermost loop,
 instructions) and those by the keys (attention) or by the weights (4-bit products) that one round takes. `--write`
 records the figures in tools/compiled_kernels.json; without it they are compared with the record. A kernel fails when it
 spills in a loop, needs more shared memory than the GPU has, or its loop or its registers have grown by more than 5%.
+The record is one compiler's: under another version of Triton than its own, growth is not judged, and a line says so.
 """
 
 from __future__ import annotations
@@ -194,8 +195,19 @@ def compile_all(pattern: str, targets: list[int]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def problems(found: dict[str, dict[str, Any]], record: dict[str, dict[str, Any]]) -> list[str]:
-    """One line for everything that is wrong: spills, too much shared memory, growth, a case without a record."""
+def read_record() -> tuple[str, dict[str, dict[str, Any]]]:
+    """(the version of Triton that the record is of, the record)."""
+    record = json.loads(RECORD.read_text())
+    return record.pop("triton"), record
+
+
+def problems(
+    found: dict[str, dict[str, Any]], record: dict[str, dict[str, Any]], same_compiler: bool = True
+) -> list[str]:
+    """One line for everything that is wrong: spills, too much shared memory, growth, a case without a record.
+
+    Growth is judged where both are of the `same_compiler`.
+    """
     lines = []
     for name, by_target in found.items():
         for target, now in by_target.items():
@@ -210,19 +222,27 @@ def problems(found: dict[str, dict[str, Any]], record: dict[str, dict[str, Any]]
             if before is None:
                 lines.append(f"{name} has no record for {target}: run python -m tools.compile_offline --write")
                 continue
-            for figure in ("loop", "registers"):
+            for figure in ("loop", "registers") if same_compiler else ():
                 if now[figure] > before[figure] * GROWTH + 2:
                     lines.append(f"{name} grew on {target}: {figure} {before[figure]} -> {now[figure]}")
     return lines
 
 
 def main() -> int:
+    import triton
+
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("filter", nargs="?", default="")
     parser.add_argument("--targets", default="80,90,120")
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
-    record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    version, record = read_record()
+    same_compiler = version == triton.__version__
+    if not same_compiler:
+        if options.write and (options.filter or options.targets != parser.get_default("targets")):
+            parser.error(f"the record is of Triton {version}, this is {triton.__version__}: write all of it or nothing")
+        record = {} if options.write else record
+        print(f"growth is not judged: the record is of Triton {version}, this is {triton.__version__}")
     found = compile_all(options.filter, [int(t) for t in options.targets.split(",")])
     for name, by_target in found.items():
         for target, f in by_target.items():
@@ -232,8 +252,9 @@ def main() -> int:
     if options.write:
         for name, by_target in found.items():
             record.setdefault(name, {}).update(by_target)
-        RECORD.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
-    lines = problems(found, record)
+        stored = record | {"triton": triton.__version__}
+        RECORD.write_text(json.dumps(stored, indent=1, sort_keys=True) + "\n")
+    lines = problems(found, record, same_compiler)
     print("\n".join(lines), file=sys.stderr)
     return 1 if lines else 0
 

@@ -15,6 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
+from engine.kernels._gluon import barrier, copy_async
 from engine.kernels.w4_gluon import _pdl_launch, _pdl_wait
 
 TILE = gl.constexpr(64)
@@ -136,13 +137,13 @@ def _fetch(k_ring, v_ring, slot, k_ptr, v_ptr, page, start, low, high, head,
     k_row = gl.arange(0, TILE, gl.SliceLayout(1, k_layout))
     k_column = gl.arange(0, C, gl.SliceLayout(0, k_layout))
     inside = (start + k_row >= low) & (start + k_row < high)
-    async_copy.async_copy_global_to_shared(
+    copy_async(
         k_ring.index(slot), k_ptr + first_row * C + (k_row[:, None] * C + k_column[None, :]), mask=inside[:, None]
     )
     v_row = gl.arange(0, TILE, gl.SliceLayout(1, v_layout))
     v_column = gl.arange(0, C, gl.SliceLayout(0, v_layout))
     inside = (start + v_row >= low) & (start + v_row < high)
-    async_copy.async_copy_global_to_shared(
+    copy_async(
         v_ring.index(slot), v_ptr + first_row * C + (v_row[:, None] * C + v_column[None, :]), mask=inside[:, None]
     )
 
@@ -408,10 +409,10 @@ def _finish(acc, top, total, out_ptr, partial_ptr, lse_ptr, arrived_ptr, sinks_p
         place = (heads_row + row).to(gl.int64) * segments + segment
         gl.store(partial_ptr + (place[:, None] * DIM + column[None, :]), natural, mask=mask, cache_modifier=".cg")
         gl.store(lse_ptr + place, lse, mask=row < GROUP, cache_modifier=".cg")
-        gl.thread_barrier()
+        barrier()
         counter = arrived_ptr + request * KV_HEADS + head
         if gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == count - 1:
-            gl.thread_barrier()
+            barrier()
             _combine(out_ptr, partial_ptr, lse_ptr, sinks_ptr, heads_row, head * GROUP, segments, count, GROUP, DIM,
                      SINKS)  # fmt: skip
             gl.atomic_xchg(counter, 0, sem="relaxed", scope="gpu")

@@ -10,6 +10,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from engine.kernels._gluon import barrier
+
 
 @gluon.jit
 def _unpack(words):
@@ -158,10 +160,10 @@ def finish(
         size = n.to(gl.int64) * rows
         part = gl.convert_layout(acc.permute([1, 0]), flat)
         gl.store(parts_ptr + split * size + offsets, part, mask=inside, cache_modifier=".cg")
-        gl.thread_barrier()
+        barrier()
         counter = arrived_ptr + row_block * gl.cdiv(n, BN) + block
         if gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == splits - 1:
-            gl.thread_barrier()
+            barrier()
             total = gl.zeros([M, BN], gl.float32, flat)
             for other in range(splits):
                 total += gl.load(parts_ptr + other * size + offsets, mask=inside, other=0.0, cache_modifier=".cg")

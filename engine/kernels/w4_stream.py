@@ -7,6 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
+from engine.kernels._gluon import barrier, copy_async
 from engine.kernels.w4_gluon import a_operand, finish, pdl_launch, pdl_wait
 
 
@@ -85,8 +86,8 @@ def w4_stream_kernel(
     ahead = 0
     for stage in gl.static_range(STAGES - 1):
         if stage < total:
-            async_copy.async_copy_global_to_shared(ring.index(stage), w_ptr)
-            async_copy.async_copy_global_to_shared(s_ring.index(stage), s_ptr)
+            copy_async(ring.index(stage), w_ptr)
+            copy_async(s_ring.index(stage), s_ptr)
         async_copy.commit_group()
         ahead += 1
         wrap = ahead == groups
@@ -101,10 +102,10 @@ def w4_stream_kernel(
     for tile in range(groups * GROUP_TILES):
         cols = (k_first + tile) * 64 + x_cols
         pointers = x_ptr + x_rows[:, None] * x_stride + cols[None, :]
-        async_copy.async_copy_global_to_shared(x_smem.index(tile), pointers, mask=(cols < k)[None, :])
+        copy_async(x_smem.index(tile), pointers, mask=(cols < k)[None, :])
     async_copy.commit_group()
     async_copy.wait_group(0)
-    gl.thread_barrier()
+    barrier()
     fence_async_shared()
 
     acc = gl.zeros([BN, M], gl.float32, mma)
@@ -119,8 +120,8 @@ def w4_stream_kernel(
         scale = s_ring.index(slot).load(row_layout).to(gl.float32)
         if unit + STAGES - 1 < total:
             fill = (unit + STAGES - 1) % STAGES
-            async_copy.async_copy_global_to_shared(ring.index(fill), w_ptr)
-            async_copy.async_copy_global_to_shared(s_ring.index(fill), s_ptr)
+            copy_async(ring.index(fill), w_ptr)
+            copy_async(s_ring.index(fill), s_ptr)
         async_copy.commit_group()
         ahead += 1
         wrap = ahead == groups

@@ -5,8 +5,9 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from engine.kernels._gluon import barrier, copy_async, copy_tile
 from engine.kernels.w4_gluon import finish, pdl_launch, pdl_wait, scaled_operand
 
 
@@ -16,7 +17,7 @@ def _fetch_x(x_desc, x_ring, ready, stage, row, col, GROUP_TILES: gl.constexpr):
     bar = ready.index(stage)
     mbarrier.expect(bar, GROUP_TILES * x_desc.block_type.nbytes)
     for half in gl.static_range(GROUP_TILES):
-        tma.async_copy_global_to_shared(x_desc, [row, col + half * 64], bar, x_ring.index(stage * GROUP_TILES + half))
+        copy_tile(x_desc, [row, col + half * 64], bar, x_ring.index(stage * GROUP_TILES + half))
 
 
 @gluon.jit
@@ -87,8 +88,8 @@ def w4_tile_kernel(
 
     for stage in gl.static_range(STAGES - 1):
         if stage < steps:
-            async_copy.async_copy_global_to_shared(w_ring.index(stage), w_base + stage * UNIT)
-            async_copy.async_copy_global_to_shared(s_ring.index(stage), s_base + stage * 64)
+            copy_async(w_ring.index(stage), w_base + stage * UNIT)
+            copy_async(s_ring.index(stage), s_base + stage * 64)
         async_copy.commit_group()
     if PDL:
         pdl_wait()
@@ -100,7 +101,7 @@ def w4_tile_kernel(
     for step in range(steps):
         slot = step % STAGES
         async_copy.wait_group(STAGES - 2)
-        gl.thread_barrier()  # also: every warp is done with the stage that is filled below
+        barrier()  # also: every warp is done with the stage that is filled below
         words = w_ring.index(slot).load(w_layout)
         scale = s_ring.index(slot).load(a_rows).to(gl.bfloat16)
         mbarrier.wait(ready.index(slot), step // STAGES & 1)
@@ -117,8 +118,8 @@ def w4_tile_kernel(
         ahead = step + STAGES - 1
         if ahead < steps:
             fill = ahead % STAGES
-            async_copy.async_copy_global_to_shared(w_ring.index(fill), w_base + ahead * UNIT)
-            async_copy.async_copy_global_to_shared(s_ring.index(fill), s_base + ahead * 64)
+            copy_async(w_ring.index(fill), w_base + ahead * UNIT)
+            copy_async(s_ring.index(fill), s_base + ahead * 64)
             _fetch_x(x_desc, x_ring, ready, fill, row_block * M, (k_first + ahead * GROUP_TILES) * 64, GROUP_TILES)
         async_copy.commit_group()
         acc = warpgroup_mma_wait(0, deps=[flight])
