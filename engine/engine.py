@@ -137,6 +137,11 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work() or bool(self._events)
 
+    @property
+    def occupancy(self) -> tuple[int, int]:
+        """(requests in the cache, requests that wait for room in it)"""
+        return len(self.scheduler.running), len(self.scheduler.waiting)
+
     def step(self) -> list[TokenEvent]:
         """One scheduling iteration; blocks until the oldest step in flight is over. Empty when it made no token."""
         events, self._events = self._events, []

@@ -190,7 +190,7 @@ class _Live:
 
 @dataclass
 class _Session:
-    """The state of one load."""
+    """The state of one load. `resident`: requests in the cache at each step that left others waiting."""
 
     load: Load
     release: float
@@ -198,6 +198,7 @@ class _Session:
     waiting: dict[int, list[PlannedRequest]] = field(default_factory=dict)
     live: dict[str, _Live] = field(default_factory=dict)
     free_streams: list[int] = field(default_factory=list)
+    resident: list[int] = field(default_factory=list)
 
     @property
     def ends(self) -> float:
@@ -287,7 +288,8 @@ class BundledTarget:
         except EngineError as error:
             self._fail_all(session, str(error))
             raise TargetError(f"the engine stopped: {error}") from None
-        return LoadReport()
+        resident = session.resident
+        return LoadReport(resident_requests=sum(resident) / len(resident) if resident else None)
 
     def _drive(self, session: _Session) -> None:
         if session.load.mode == "closed":
@@ -298,6 +300,9 @@ class BundledTarget:
             if self._engine.has_work():
                 for event in self._engine.step():
                     self._take(session, event)
+                running, waiting = self._engine.occupancy
+                if waiting:
+                    session.resident.append(running)
             elif session.live:
                 self._fail_all(session, "the engine has no work left but has not answered")
             elif any(session.waiting.values()) and not session.free_streams:
