@@ -40,6 +40,8 @@ def decode_attention(
     contiguous: bool = False,
 ) -> Tensor:
     """See decode_attention_reference. `contiguous`: the pages of every request follow each other in the cache."""
+    if q.is_cuda and gluon_serves(q, cache):
+        return decode_attention_gluon(q, cache, batch, scale, window, sinks, contiguous)
     if q.is_cuda:
         return decode_attention_triton(q, cache, batch, scale, window, sinks, contiguous)
     return decode_attention_reference(q, cache, batch, scale, window, sinks)
