@@ -401,6 +401,9 @@ def _detail(records: Sequence[RequestRecord], reports: Sequence[LoadReport]) -> 
     lags = [report.client_lag_p99_s for report in reports if report.client_lag_p99_s is not None]
     notes = list(dict.fromkeys(note for report in reports for note in report.notes))
     detail: dict[str, Any] = {"most_in_flight": metrics.most_in_flight(records)}
+    resident = [report.resident_requests for report in reports if report.resident_requests is not None]
+    if resident:
+        detail["resident_requests"] = max(resident)
     if lags:
         detail["client_lag_p99_s"] = max(lags)
     return detail | ({"notes": notes} if notes else {})

@@ -13,7 +13,7 @@ from engine.cache import Cache, stored_dtype
 from engine.config import EngineConfig, EngineError, ModelConfig
 from engine.layers.build import Build
 from engine.loops import steps_ahead
-from engine.memory import free_memory, plan_memory
+from engine.memory import free_memory, plan_memory, snapshot_slots
 from engine.models.decoder import EMBEDDING, HEAD, Decoder, weight_bytes
 from engine.split import stage_layers
 from engine.stage import Stage
@@ -142,6 +142,7 @@ def _stage(config: EngineConfig, decoder: Decoder, pages: int, device: torch.dev
     cache = Cache.allocate(
         [layer.mixer for layer in decoder.config.layers[decoder.first : decoder.last]], pages, config.page_size,
         config.max_streams, max_pages, stored_dtype(config.switches.cache_dtype, dtype), dtype, device,
+        snapshot_slots(decoder.config, config), config.switches.cache == "contiguous",
     )  # fmt: skip
     depth = steps_ahead("inverted", config.stages) + 2
     return Stage(decoder, cache, device, dtype, config.max_streams, config.max_model_len, depth)
@@ -172,6 +173,7 @@ def quantized_in_words(facts: StageFacts) -> str:
         return "every matrix and the output head in 4 bits; embedding table and norms in 16 or 32 bits"
     if not facts.quantized:
         return f"nothing: every matrix in {facts.dtype}"
-    kinds = sorted({part.split(".")[-1] for name in facts.dense for part in name.split("+")} - {"embed_tokens"})
-    kinds += ["the output head"] if EMBEDDING in facts.dense else []
+    heads = {EMBEDDING, HEAD}
+    kinds = sorted({part.split(".")[-1] for name in set(facts.dense) - heads for part in name.split("+")})
+    kinds += ["the output head"] if heads & set(facts.dense) else []
     return f"every matrix in 4 bits but {', '.join(kinds)}"

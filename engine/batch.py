@@ -50,13 +50,14 @@ class LayerCache:
     k, v [pages, kv_heads, page_size, head_dim] in the cache dtype (torch.int8 or torch.float8_e4m3fn for the 8-bit
     forms, with k_scale, v_scale [pages, kv_heads, page_size] float32: value = stored * scale). Page 0 is the null page.
     Latent attention keeps its latents in `k` [pages, 1, page_size, kv_rank] and its rotated part in
-    `v` [pages, 1, page_size, rope_dim].
+    `v` [pages, 1, page_size, rope_dim]. `contiguous`: the pages of every request follow each other.
     """
 
     k: Tensor
     v: Tensor
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
+    contiguous: bool = False
 
     @property
     def page_size(self) -> int:

@@ -62,12 +62,14 @@ def model_state_bytes(config: ModelConfig, activations: torch.dtype) -> int:
 class Cache:
     """`layers[i]`: the cache of the i-th layer held here. `page_table` int32 [slots, max_pages], by slot.
 
-    Slot 0 and page 0 are the null ones: padding reads and writes them and nothing else.
+    Slot 0 and page 0 are the null ones: padding reads and writes them and nothing else. `states`: the tensors
+    [layers, slots, ...] of which the recurrent layers hold their parts, so that one copy moves a slot of all of them.
     """
 
     layers: list[LayerCache | StateCache]
     page_table: Tensor
     page_size: int
+    states: list[Tensor]
 
     @staticmethod
     def allocate(
@@ -79,11 +81,26 @@ class Cache:
         stored: torch.dtype,
         activations: torch.dtype,
         device: torch.device,
+        snapshots: int = 0,
+        contiguous: bool = False,
     ) -> Cache:
-        """A zeroed cache of `pages` pages (the null page counted) and max_streams + 1 slots."""
-        layers = [_allocate(m, pages, page_size, max_streams + 1, stored, activations, device) for m in mixers]
+        """A zeroed cache of `pages` pages (the null page counted) and max_streams + 1 slots.
+
+        Behind the streams' slots, recurrent states have `snapshots` more.
+        """
+        slots = max_streams + 1 + snapshots
+        states: list[Tensor] = []
+        layers: dict[int, LayerCache | StateCache] = {}
+        for spec in dict.fromkeys(mixer for mixer in mixers if isinstance(mixer, DeltaNet)):
+            places = [i for i, mixer in enumerate(mixers) if mixer == spec]
+            conv, state = _allocate_states(spec, len(places), slots, activations, device)
+            states += [conv, state]
+            layers |= {place: StateCache(conv[n], state[n]) for n, place in enumerate(places)}
+        for i, mixer in enumerate(mixers):
+            if not isinstance(mixer, DeltaNet):
+                layers[i] = _allocate_pages(mixer, pages, page_size, stored, device, contiguous)
         table = torch.zeros((max_streams + 1, max_pages), dtype=torch.int32, device=device)
-        return Cache(layers, table, page_size)
+        return Cache([layers[i] for i in range(len(mixers))], table, page_size, states)
 
     def update_table(self, fresh_slots: Sequence[int], entries: Sequence[tuple[int, int, int]]) -> None:
         """Clears the rows of `fresh_slots`, then sets page_table[slot, index] = page for each (slot, index, page)."""
@@ -93,6 +110,12 @@ class Cache:
             slots, indices, pages = self._upload(list(zip(*entries, strict=True)))
             self.page_table.index_put_((slots, indices), pages.int())
 
+    def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies the recurrent states of every layer: (from slot, to slot)."""
+        for source, target in pairs:
+            for states in self.states:
+                states[:, target].copy_(states[:, source])
+
     def _upload(self, rows: Sequence[Sequence[int]]) -> Tensor:
         values = torch.tensor(rows, dtype=torch.int64)
         if self.page_table.device.type != "cuda":
@@ -101,26 +124,31 @@ class Cache:
 
     @property
     def nbytes(self) -> int:
-        return sum(t.numel() * t.element_size() for layer in self.layers for t in vars(layer).values() if t is not None)
+        held = [value for layer in self.layers for value in vars(layer).values() if isinstance(value, Tensor)]
+        return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
 
-def _allocate(
-    mixer: Mixer,
+def _allocate_states(
+    mixer: DeltaNet, layers: int, slots: int, activations: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """(conv, state) of `layers` equal layers: see StateCache."""
+    conv = torch.zeros((layers, slots, mixer.conv, conv_channels(mixer)), dtype=activations, device=device)
+    shape = (layers, slots, mixer.value_heads, mixer.key_dim, mixer.value_dim)
+    return conv, torch.zeros(shape, dtype=torch.float32, device=device)
+
+
+def _allocate_pages(
+    mixer: Attention | LatentAttention,
     pages: int,
     page_size: int,
-    slots: int,
     stored: torch.dtype,
-    activations: torch.dtype,
     device: torch.device,
-) -> LayerCache | StateCache:
-    if isinstance(mixer, DeltaNet):
-        conv = torch.zeros((slots, mixer.conv, conv_channels(mixer)), dtype=activations, device=device)
-        shape = (slots, mixer.value_heads, mixer.key_dim, mixer.value_dim)
-        return StateCache(conv, torch.zeros(shape, dtype=torch.float32, device=device))
+    contiguous: bool,
+) -> LayerCache:
     heads, k_width, v_width = _widths(mixer)
     k = torch.zeros((pages, heads, page_size, k_width), dtype=stored, device=device)
     v = torch.zeros((pages, heads, page_size, v_width), dtype=stored, device=device)
     if stored.itemsize > 1:
-        return LayerCache(k, v)
+        return LayerCache(k, v, contiguous=contiguous)
     scales = torch.zeros((2, pages, heads, page_size), dtype=torch.float32, device=device)
-    return LayerCache(k, v, scales[0], scales[1])
+    return LayerCache(k, v, scales[0], scales[1], contiguous)

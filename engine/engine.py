@@ -13,7 +13,10 @@ from engine.assemble import Assembled, StageFacts, alone, assemble, quantized_in
 from engine.cache import model_state_bytes, model_token_bytes, stored_dtype
 from engine.config import EngineConfig, EngineError, Switches, switch_differences
 from engine.loops import Loop, StepOutcomes
+from engine.memory import snapshot_slots
 from engine.pages import PagePool
+from engine.prefix import PrefixIndex
+from engine.promptcache import PromptCache
 from engine.request import EngineInfo, Request, TokenEvent
 from engine.scheduler import Outcome, Scheduler
 from engine.split import attention_ratio
@@ -54,12 +57,20 @@ class Engine:
         self.pool = PagePool(own.pages)
         self.scheduler = Scheduler(
             self.pool, config.page_size, config.max_streams, config.max_model_len, config.prefill_tokens,
-            config.switches, frozenset(self.model.eos_token_ids), config.stages, attention_ratio(self.model),
+            config.switches, frozenset(self.model.eos_token_ids), self._prompt_cache(), config.stages,
+            attention_ratio(self.model),
         )  # fmt: skip
         self.loop = Loop(config.switches.loop, self.scheduler, runner, config.stages)
         self._requests_seen = 0
         self._events: list[TokenEvent] = []
         self.info = self._describe(own, facts)
+
+    def _prompt_cache(self) -> PromptCache | None:
+        if self.config.switches.prompt_cache == "off":
+            return None
+        first, snapshots = self.config.max_streams + 1, snapshot_slots(self.model, self.config)
+        self.pool.keeper = index = PrefixIndex(self.config.page_size, range(first, first + snapshots))
+        return PromptCache(index, self.pool, recurrent=snapshots > 0)
 
     def _describe(self, own: Assembled, facts: StageFacts) -> EngineInfo:
         stored = stored_dtype(self.config.switches.cache_dtype, own.dtype)
@@ -101,6 +112,11 @@ class Engine:
 
     def has_work(self) -> bool:
         return self.scheduler.has_work() or bool(self._events)
+
+    @property
+    def occupancy(self) -> tuple[int, int]:
+        """(requests in the cache, requests that wait for room in it)"""
+        return len(self.scheduler.running), len(self.scheduler.waiting)
 
     def step(self) -> list[TokenEvent]:
         """One scheduling iteration; blocks until the oldest step in flight is over. Empty when it made no token."""
@@ -150,10 +166,15 @@ def check(config: EngineConfig) -> None:
     switches = config.switches
     if config.stages < 1:
         raise EngineError(f"stages={config.stages}: a model has at least one stage")
-    if switches.cache == "contiguous":
-        raise EngineError("cache=contiguous is not available; take cache=paged")
-    if switches.prompt_cache == "on":
-        raise EngineError("prompt_cache=on is not available; take prompt_cache=off")
+    if switches.cache == "contiguous" and switches.prompt_cache == "on":
+        raise EngineError("prompt_cache=on needs pages that requests can share; take cache=paged with it")
+    if switches.cache == "contiguous" and config.cache_tokens is not None:
+        longest = -(-config.max_model_len // config.page_size) * config.page_size
+        if config.cache_tokens < longest:
+            raise EngineError(
+                f"cache=contiguous sets {longest} tokens aside for a stream, which a cache of {config.cache_tokens} "
+                "has no room for; give more cache_tokens, a lower max_model_len, or cache=paged"
+            )
     if config.device.startswith("cuda") and not torch.cuda.is_available():
         raise EngineError(f"device '{config.device}': torch sees no NVIDIA GPU here; take device 'cpu'")
     if config.dtype not in (None, *DTYPES):
@@ -168,8 +189,11 @@ def _device_name(device: torch.device) -> str:
 
 
 def _event(outcome: Outcome, now: float, logprobs: tuple | None) -> TokenEvent:
+    track = outcome.track
     tokens = () if outcome.token is None else (outcome.token,)
-    return TokenEvent(outcome.track.request.id, tokens, now, outcome.finished, logprobs=logprobs)
+    cached = 0 if track.reported else track.cached_tokens or 0
+    track.reported = True
+    return TokenEvent(track.request.id, tokens, now, outcome.finished, cached, logprobs)
 
 
 def _events(done: StepOutcomes, now: float) -> list[TokenEvent]:

@@ -22,6 +22,7 @@ from engine.config import (
     MoeFfn,
 )
 
+SHARED_SNAPSHOTS = 8
 WORKSPACE = 1 << 30
 CPU_WORKSPACE = 256 << 20
 BYTES_PER_4BIT_WEIGHT = 0.5 + 2 / 128
@@ -105,8 +106,10 @@ def plan_memory(
     shared = model.tied_embeddings and samples and _BYTES.get(config.switches.weights_dtype) == activations.itemsize
     weights = int((matrices if samples else matrices - table) * per_weight)
     weights += 0 if shared or not embeds else table * activations.itemsize
+    if config.weights != "random" and config.switches.weights_dtype == "int4" and not model.tied_embeddings and samples:
+        weights += int(table * (activations.itemsize - per_weight))  # checkpoints keep a dense head as it is
     stored = stored_dtype(config.switches.cache_dtype, activations)
-    state = model_state_bytes(model, activations) * (config.max_streams + 1)
+    state = model_state_bytes(model, activations) * (config.max_streams + 1 + snapshot_slots(model, config))
     page_bytes = model_token_bytes(model, stored) * config.page_size
     longest = -(-config.max_model_len // config.page_size)
     wanted = _wanted_pages(config)
@@ -120,6 +123,13 @@ def plan_memory(
         raise EngineError(_does_not_fit(model, config, weights, state, needed * page_bytes, workspace, free))
     pages = min(wanted, affordable)
     return MemoryPlan(weights, state, pages * page_bytes, pages)
+
+
+def snapshot_slots(model: ModelConfig, config: EngineConfig) -> int:
+    """Slots for snapshots of recurrent states: one for each stream's answer, and some that prompts leave."""
+    if config.switches.prompt_cache == "off" or model_state_bytes(model, torch.float32) == 0:
+        return 0
+    return config.max_streams + SHARED_SNAPSHOTS
 
 
 def _wanted_pages(config: EngineConfig) -> int:

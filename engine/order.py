@@ -37,6 +37,8 @@ class StepOrder:
     max_kv: int
     fresh_slots: tuple[int, ...]
     new_pages: tuple[tuple[int, int, int], ...]
+    restores: tuple[tuple[int, int], ...]
+    snapshots: tuple[tuple[int, int], ...]
     banned: tuple[tuple[int, frozenset[int]], ...]
     logprobs: tuple[int | None, ...]
 
@@ -74,6 +76,8 @@ def make_order(
         max_kv=max(piece.start + piece.count for piece in plan.pieces),
         fresh_slots=plan.fresh_slots,
         new_pages=plan.new_pages,
+        restores=plan.restores,
+        snapshots=plan.snapshots,
         banned=tuple(banned),
         logprobs=wanted if any(n is not None for n in wanted) else (),
     )

@@ -2,14 +2,15 @@
 
 A prompt and a decode are one case: a request has `length` tokens, of which `scheduled` are computed or in flight, and
 a step advances it by some of the rest; when all are in, the step samples one more. The scheduler plans ahead of the
-device: it needs to know that a token was sampled, not which.
+device: it needs to know that a token was sampled, not which. With a prompt cache a request begins at the end of what
+others have computed of its tokens.
 
 Policy. Requests are admitted first come, first served, while there is a slot and room in the cache. A step is either
 of prompts or of decodes; while there are both, they take turns, so at most one step of prompt pieces (`prefill_tokens`
 tokens) stands between two tokens of a running answer. Over several stages the decoding requests go round in as many
 groups as there are stages, and while prompts are read a decode step enters when the tokens it needs are back, prompt
-pieces meanwhile. When pages run out, the request admitted last gives up its own
-and is computed again later.
+pieces meanwhile. When pages run out, the request admitted last gives up its own and is computed again later. A
+contiguous cache sets `max_model_len` tokens aside for every slot: pages never run out, but there are fewer slots.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dataclasses import dataclass, field
 from engine.config import EngineError, Switches
 from engine.pages import PagePool
 from engine.pieces import PieceSizer
+from engine.promptcache import Found, Memory, PromptCache
 from engine.request import FinishReason, Request
 
 
@@ -28,7 +30,8 @@ class Track:
     """Where a request stands. `tokens`: the prompt and the answer as far as the host has read it.
 
     `length`: the same with what is sampled but not read. `in_flight`: steps launched and not over.
-    `on_device`: the last token was sampled in this residence, so the device has it.
+    `on_device`: the last token was sampled in this residence, so the device has it. `cached_tokens`: prompt tokens that
+    others had computed when the first step of this request was planned; None before.
     """
 
     request: Request
@@ -43,6 +46,8 @@ class Track:
     reported: bool = False
     finished: FinishReason | None = None
     pages: list[int] = field(default_factory=list)
+    cached_tokens: int | None = None
+    memory: Memory = field(default_factory=Memory)
 
     @property
     def prompt_length(self) -> int:
@@ -78,7 +83,8 @@ class StepPlan:
     """One step. `decode`: every piece is one token whose value the device has in its token pool.
 
     Before the step the page-table rows of `fresh_slots` are cleared, then `new_pages` written: (slot, index in the
-    request's row, page).
+    request's row, page), and recurrent states copied as `restores` says: (from slot, to slot). After it those of
+    `snapshots` are copied.
     """
 
     step: int
@@ -86,6 +92,8 @@ class StepPlan:
     decode: bool
     fresh_slots: tuple[int, ...]
     new_pages: tuple[tuple[int, int, int], ...]
+    restores: tuple[tuple[int, int], ...] = ()
+    snapshots: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -99,7 +107,10 @@ class Outcome:
 
 
 class Scheduler:
-    """Plans steps and takes their results. `stop_ids`: the model's end-of-text tokens."""
+    """Plans steps and takes their results. `stop_ids`: the model's end-of-text tokens.
+
+    `prompt_cache`: None with the switch off. `attention_ratio`: of pieces over several stages (`engine/pieces.py`).
+    """
 
     def __init__(
         self,
@@ -110,27 +121,31 @@ class Scheduler:
         prefill_tokens: int,
         switches: Switches,
         stop_ids: frozenset[int] = frozenset(),
+        prompt_cache: PromptCache | None = None,
         stages: int = 1,
         attention_ratio: float = 0.0,
     ) -> None:
         self.pool = pool
         self.page_size = page_size
-        self.max_streams = max_streams
         self.max_model_len = max_model_len
+        self.contiguous = switches.cache == "contiguous"
+        self.max_streams = min(max_streams, pool.capacity // self._run) if self.contiguous else max_streams
         self.prefill_tokens = prefill_tokens
         self.switches = switches
         self.stop_ids = stop_ids
         self.stages = stages
         self.sizer = PieceSizer(stages, prefill_tokens, attention_ratio)
+        self.prompt_cache = prompt_cache
         self.waiting: deque[Track] = deque()
         self.running: list[Track] = []
         self.step = 0
         self._last_completed = -1
-        self._free_slots = deque(range(1, max_streams + 1))
+        self._free_slots = deque(range(1, self.max_streams + 1))
         self._fenced_slots: deque[tuple[int, int]] = deque()
         self._tracks: dict[str, Track] = {}
         self._new_pages: list[tuple[int, int, int]] = []
         self._fresh_slots: list[int] = []
+        self._restores: list[tuple[int, int]] = []
         self._prompts_ran_last = False
         self._prompt_steps = 0
 
@@ -193,14 +208,28 @@ class Scheduler:
     def _admit(self) -> None:
         while self.waiting and self._free_slots and len(self.running) < self.max_streams:
             track = self.waiting[0]
-            unread = track.length - len(track.tokens)
-            reserved = sum(self._missing_pages(other, other.length) for other in self.running)
-            if unread or self._pages_for(track.length) + reserved > self.pool.free:
+            if track.length > len(track.tokens):
+                return
+            found = self._find(track)
+            if not self._has_room(track, found):
                 return
             self.waiting.popleft()
             track.slot = self._free_slots.popleft()
             self._fresh_slots.append(track.slot)
             self.running.append(track)
+            if self.contiguous:
+                first = 1 + (track.slot - 1) * self._run
+                self._own(track, self.pool.take_these(range(first, first + self._run)))
+            self._adopt(track, found)
+
+    def _has_room(self, track: Track, found: Found | None) -> bool:
+        if self.contiguous:
+            return True
+        reserved = sum(self._missing_pages(other, other.length) for other in self.running)
+        needed = self._pages_for(track.length)
+        if found is not None:
+            needed += self.pool.unowned(node.page for node in found.nodes) - len(found.nodes)
+        return needed + reserved <= self.pool.free
 
     def _prompt_pieces(self) -> list[Piece]:
         if self._prompt_steps and self.stages > 1 and self.switches.prefill != "pipelined":
@@ -209,18 +238,22 @@ class Scheduler:
         budget, time = self.prefill_tokens, self._piece_time()
         pieces: list[Piece] = []
         for track in [t for t in self.running if t.prompting]:
+            if budget <= 0 or track not in self.running:
+                break
+            if track.scheduled == track.memory.start:
+                self._adopt(track, self._find(track))
             remaining = track.length - track.scheduled
             count = remaining if whole else min(remaining, budget)
+            if track.memory.cut > track.scheduled:
+                count = min(count, track.memory.cut - track.scheduled)
             if time is not None:
                 count = min(count, self.sizer.count(time, track.scheduled) if time > 0 else 0)
-            if (pieces and count > budget) or count == 0 or track not in self.running:
+            if (pieces and count > budget) or count == 0 or not self._grow(track, track.scheduled + count):
                 break
-            if not self._grow(track, track.scheduled + count):
-                break
-            pieces.append(Piece(track, track.slot, track.scheduled, count, samples=count == remaining))
-            budget -= count
             if time is not None:
                 time -= self.sizer.time(track.scheduled, count)
+            pieces.append(self._advance(track, count, samples=count == remaining))
+            budget -= count
             if self.switches.prefill_batching == "off":
                 break
         return pieces
@@ -243,7 +276,7 @@ class Scheduler:
         pieces: list[Piece] = []
         for track in ready:
             if track in self.running and self._grow(track, track.length):
-                pieces.append(Piece(track, track.slot, track.scheduled, 1, samples=True))
+                pieces.append(self._advance(track, 1, samples=True))
                 if alone:
                     break
         return pieces
@@ -257,23 +290,72 @@ class Scheduler:
         prompts = any(track.prompting for track in self.running)
         return 1 if prompts or self.switches.loop == "driven" else 2
 
+    def _advance(self, track: Track, count: int, samples: bool) -> Piece:
+        """The request's next piece, which counts as computed from here on."""
+        piece = Piece(track, track.slot, track.scheduled, count, samples)
+        if track.cached_tokens is None:
+            track.cached_tokens = track.memory.start
+        track.scheduled += count
+        track.in_flight += 1
+        track.last_step = self.step
+        self._publish(track)
+        if samples:
+            track.length += 1
+            track.on_device = True
+        return piece
+
     def _commit(self, pieces: list[Piece], decode: bool) -> StepPlan:
-        for piece in pieces:
-            track = piece.track
-            track.scheduled += piece.count
-            track.in_flight += 1
-            track.last_step = self.step
-            if piece.samples:
-                track.length += 1
-                track.on_device = True
         self._prompt_steps += not decode
-        plan = StepPlan(self.step, tuple(pieces), decode, tuple(self._fresh_slots), tuple(self._new_pages))
+        plan = StepPlan(
+            self.step, tuple(pieces), decode, tuple(self._fresh_slots), tuple(self._new_pages), tuple(self._restores),
+            tuple(self._snapshots(pieces, decode)),
+        )  # fmt: skip
         self._fresh_slots.clear()
         self._new_pages.clear()
+        self._restores.clear()
         self.step += 1
         return plan
 
+    # ------------------------------------------------------------------------------------------ prompt cache
+
+    def _find(self, track: Track) -> Found | None:
+        return None if self.prompt_cache is None else self.prompt_cache.find(track.memory, track.tokens)
+
+    def _adopt(self, track: Track, found: Found | None) -> None:
+        """Lets a request of which nothing is computed yet begin behind the pages that are found."""
+        if self.prompt_cache is None or found is None:
+            return
+        pages = self.prompt_cache.adopt(track.memory, found)
+        if pages:
+            self._own(track, pages)
+            track.scheduled = track.memory.start
+            snapshot = found.nodes[-1].snapshot
+            if snapshot is not None:
+                self._restores.append((snapshot, track.slot))
+
+    def _publish(self, track: Track) -> None:
+        if self.prompt_cache is not None:
+            self.prompt_cache.publish(track.memory, track.tokens, track.pages, track.scheduled)
+
+    def _snapshots(self, pieces: list[Piece], decode: bool) -> list[tuple[int, int]]:
+        """(slot of the request, slot of the snapshot) for the pieces that end with a page."""
+        cache = self.prompt_cache
+        if cache is None or not cache.recurrent:
+            return []
+        ends = [(piece, piece.start + piece.count) for piece in pieces]
+        taken = [
+            (piece.slot, cache.snapshot(piece.track.memory, end, not decode))
+            for piece, end in ends
+            if end % self.page_size == 0
+        ]
+        return [(slot, snapshot) for slot, snapshot in taken if snapshot is not None]
+
     # ------------------------------------------------------------------------------------------ pages
+
+    @property
+    def _run(self) -> int:
+        """Pages of one slot of a contiguous cache."""
+        return self._pages_for(self.max_model_len)
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
@@ -292,11 +374,14 @@ class Scheduler:
             if victim is track:
                 return False
         if missing:
-            pages = self.pool.take(missing)
-            first = len(track.pages)
-            self._new_pages += [(track.slot, first + i, page) for i, page in enumerate(pages)]
-            track.pages += pages
+            self._own(track, self.pool.take(missing))
         return True
+
+    def _own(self, track: Track, pages: list[int]) -> None:
+        """The next pages of a request's row are these."""
+        first = len(track.pages)
+        self._new_pages += [(track.slot, first + i, page) for i, page in enumerate(pages)]
+        track.pages += pages
 
     def _preempt(self, track: Track) -> None:
         """Back to the head of the queue; its tokens are computed again, sampled ones included."""
@@ -307,9 +392,13 @@ class Scheduler:
 
     def _vacate(self, track: Track) -> None:
         self.running.remove(track)
-        self.pool.release(track.pages, after=self.step - 1)
+        self._publish(track)
+        if self.prompt_cache is not None:
+            track.memory = self.prompt_cache.leave(track.memory)
+        self.pool.release(reversed(track.pages), after=self.step - 1)
         self._fenced_slots.append((self.step - 1, track.slot))
         self._new_pages = [entry for entry in self._new_pages if entry[0] != track.slot]
+        self._restores = [entry for entry in self._restores if entry[1] != track.slot]
         track.pages = []
         track.slot = 0
         if self._last_completed == self.step - 1:
@@ -338,6 +427,8 @@ class Scheduler:
 
     def _take(self, track: Track, token: int, index: int) -> Outcome:
         track.tokens.append(token)
+        if len(track.tokens) % self.page_size == 0 and track in self.running:
+            self._publish(track)
         reason = self._reason_to_stop(track, token)
         if reason is not None:
             if track in self.running:

@@ -118,8 +118,17 @@ class Stage:
         The residual of a captured step must be copied before the next step.
         """
         self.cache.update_table(order.fresh_slots, order.new_pages)
+        self.cache.copy_states(order.restores)
         if order.graph and self.graphs is not None:
-            return self.graphs.replay(order, residual), None
+            result = self.graphs.replay(order, residual), None
+        else:
+            result = self._run_eagerly(order, residual)
+        self.cache.copy_states(order.snapshots)
+        return result
+
+    def _run_eagerly(
+        self, order: StepOrder, residual: Tensor | None
+    ) -> tuple[Tensor | None, list[TokenLogprobs | None] | None]:
         inputs = self.upload(order, None)
         result = self.forward(inputs, order.decode, order.max_query, order.max_kv, residual)
         if not self.decoder.is_last:

@@ -25,6 +25,7 @@ from arkbench.report.figures import number, show, text
 from arkbench.report.kernel_section import kernel_blocks
 from arkbench.report.notes import note_blocks
 from arkbench.report.style import Role, roles
+from arkbench.report.technique_section import technique_blocks
 
 CELL_FIGURES = (
     ("decode_tok_s", "decode", "tok/s"),
@@ -61,7 +62,7 @@ def _section(name: str, runs: Sequence[Run]) -> Section:
     if text(entry.get("description")):
         blocks.append(Paragraph(" ".join(text(entry["description"]).split())))
     noted = note_blocks(name, here) + kernel_blocks(name, here)
-    blocks += noted
+    blocks += technique_blocks(name, here) + noted
     cells = _long(name, here)
     if not noted:
         blocks += _bar_charts(name, cells)

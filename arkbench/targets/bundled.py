@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from arkbench import published
 from arkbench.errors import UserError
 from arkbench.targets._timeline import TimelineFile
 from arkbench.targets.base import Answer, Load, LoadReport, PlannedRequest, TargetError, TargetInfo
@@ -138,15 +139,21 @@ def default_device() -> str:
 
 
 def measure_kernels(part: str, rows: tuple[int, ...], device: str) -> list[dict[str, Any]]:
-    """The rows of one part of the engine's kernel bench (see engine/kernels/bench.py); raises TargetError."""
+    """The rows of one part of the engine's kernel bench (see engine/kernels/bench.py); raises TargetError.
+
+    Products stand beside what another kernel of the field took on another occasion (published/peers.csv).
+    """
+    from engine.kernels import bench
+
     try:
-        from engine.kernels import bench
-    except ImportError:
-        raise TargetError("this version of the engine has no kernel bench (engine/kernels/bench.py)") from None
-    try:
-        return bench.measure(part, rows, device)
+        found = bench.measure(part, rows, device)
     except EngineError as error:
         raise TargetError(str(error)) from None
+    if part == "products":
+        peers = {(f"{p['n']}x{p['k']}", int(p["rows"])): float(p["marlin_us"]) for p in published.table("peers")}
+        for row in found:
+            row["marlin_h200_measured_earlier_us"] = peers.get((row["shape"], row["rows"]))
+    return found
 
 
 def serve(base: dict[str, Any], switches: dict[str, str], cache_tokens: int | None, **server: Any) -> int:
@@ -213,7 +220,7 @@ class _Live:
 
 @dataclass
 class _Session:
-    """The state of one load."""
+    """The state of one load. `resident`: requests in the cache at each step that left others waiting."""
 
     load: Load
     release: float
@@ -221,6 +228,7 @@ class _Session:
     waiting: dict[int, list[PlannedRequest]] = field(default_factory=dict)
     live: dict[str, _Live] = field(default_factory=dict)
     free_streams: list[int] = field(default_factory=list)
+    resident: list[int] = field(default_factory=list)
 
     @property
     def ends(self) -> float:
@@ -314,7 +322,10 @@ class BundledTarget:
             self._fail_all(session, str(error))
             self.close()
             raise TargetError(f"the engine stopped: {error}") from None
-        return LoadReport(timeline=self._timeline.take())
+        resident = session.resident
+        return LoadReport(
+            resident_requests=sum(resident) / len(resident) if resident else None, timeline=self._timeline.take()
+        )
 
     def _drive(self, session: _Session) -> None:
         if session.load.mode == "closed":
@@ -325,6 +336,9 @@ class BundledTarget:
             if self._engine.has_work():
                 for event in self._engine.step():
                     self._take(session, event)
+                running, waiting = self._engine.occupancy
+                if waiting:
+                    session.resident.append(running)
             elif session.live:
                 self._fail_all(session, "the engine has no work left but has not answered")
             elif any(session.waiting.values()) and not session.free_streams:

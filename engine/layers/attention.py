@@ -40,7 +40,7 @@ class AttentionLayer:
             self.table, batch, cache, x.dtype,
         )  # fmt: skip
         attend = decode_attention if batch.decode else prefill_attention
-        out = attend(q, cache, batch, self.spec.scale, self.spec.window, self.sinks)
+        out = attend(q, cache, batch, self.spec.scale, self.spec.window, self.sinks, cache.contiguous)
         if gate is not None:
             out = out * torch.sigmoid(gate)
         return self.out.partials(out.reshape(x.shape[0], -1))

@@ -180,7 +180,7 @@ def test_switches_change_between_requests(folder, prompts, alone):
     assert generate(engine, prompts[:6]) == alone[:6]
     assert engine.stage.decoder is weights
     engine.set_switches(engine.config.switches.with_({"weights_dtype": "int4"}))
-    assert engine.info.quantized.startswith("every matrix and the output head in 4 bits")
+    assert engine.info.quantized.startswith("every matrix in 4 bits but the output head")
 
 
 def test_requests_that_can_never_run_are_refused_in_one_line(folder):
@@ -204,7 +204,11 @@ def test_requests_that_can_never_run_are_refused_in_one_line(folder):
         ({"model": "nothing-like-it"}, "unknown model 'nothing-like-it'"),
         ({"stages": 0}, "stages=0: a model has at least one stage"),
         ({"stages": 2}, "stages=2: a model of 1 layers takes 1 to 1 stages"),
-        ({"switches": Switches(cache="contiguous")}, "cache=contiguous is not available"),
+        ({"switches": Switches(cache="contiguous", prompt_cache="on")}, "prompt_cache=on needs pages"),
+        (
+            {"switches": Switches(cache="contiguous"), "cache_tokens": 200, "max_model_len": 210},
+            "cache=contiguous sets 256 tokens aside for a stream, which a cache of 200 has no room for",
+        ),
         ({"device": "cuda"}, "torch sees no NVIDIA GPU"),
         ({"dtype": "fp8"}, "dtype 'fp8': it takes bf16, fp16, fp32"),
         ({"page_size": 0}, "page_size must be 1 or more"),

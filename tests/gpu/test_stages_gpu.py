@@ -91,7 +91,7 @@ def test_random_traffic(stages):
     draw = random.Random(3)
     engine = load(stages, cache_tokens=6144)
     wanted = {str(i): (prompt_of(draw.randint(1, 600), i), draw.randint(1, 40)) for i in range(SOAK_REQUESTS)}
-    made, ends, waiting = {name: 0 for name in wanted}, {}, list(wanted)
+    made, ends, waiting = dict.fromkeys(wanted, 0), {}, list(wanted)
     try:
         while waiting or engine.has_work():
             while waiting and len(wanted) - len(waiting) - len(ends) < 12:
@@ -121,7 +121,7 @@ def test_a_stage_killed_in_flight_ends_the_engine(stages):
         engine.step()
     threading.Timer(0.3, lambda: os.kill(child.pid, signal.SIGKILL)).start()
     begin = time.monotonic()
-    with pytest.raises(EngineError, match="stage 1 .* ended: signal 9"):
+    with pytest.raises(EngineError, match=r"stage 1 .* ended: signal 9"):
         while engine.has_work():
             engine.step()
     engine.close()
