@@ -73,6 +73,24 @@ def test_tokens_do_not_depend_on_stages_loops_or_pieces(name, stages, folders, p
         engine.close()
 
 
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
+def test_the_prompt_cache_over_stages_changes_no_token(name, folders, prompts, alone):
+    engine = load(folders[name], 2, switches={"prompt_cache": "on"}, max_streams=3)
+    try:
+        for _ in range(3):
+            for i, prompt in enumerate(prompts):
+                engine.add(Request(str(i), prompt, SamplingParams(max_tokens=6, ignore_eos=True)))
+            made, cached = {str(i): [] for i in range(len(prompts))}, 0
+            while engine.has_work():
+                for event in engine.step():
+                    made[event.request_id] += event.tokens
+                    cached += event.cached_tokens
+            assert [made[str(i)] for i in range(len(prompts))] == alone[name]
+        assert cached >= 16 + 32 + 64
+    finally:
+        engine.close()
+
+
 def test_memory_pressure_and_log_probabilities_over_stages(folders, prompts, alone):
     """Preempted requests are computed again; log probabilities and drawn tokens are those of one process."""
     wishes = {"temperature": 0.8, "top_k": 20, "seed": 3}
