@@ -113,6 +113,10 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work() or bool(self._events)
 
+    def requests(self) -> list[str]:
+        """The ids of the requests that have not ended."""
+        return self.scheduler.requests()
+
     @property
     def occupancy(self) -> tuple[int, int]:
         """(requests in the cache, requests that wait for room in it)"""

@@ -189,6 +189,10 @@ class Scheduler:
             del self._tracks[request_id]
         return Outcome(track, None, "cancelled")
 
+    def requests(self) -> list[str]:
+        """The ids of the requests that have not ended."""
+        return list(self._tracks)
+
     def has_work(self) -> bool:
         return bool(self._tracks)
 
