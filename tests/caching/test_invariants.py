@@ -1,4 +1,4 @@
-"""Every switch turned away from `best`, one at a time: the same tokens or a stated bound, nothing left, nothing leaked."""
+"""Every switch turned away from `best`, one at a time: the same tokens or a stated bound, nothing left or leaked."""
 
 import pytest
 import torch
