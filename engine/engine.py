@@ -14,7 +14,7 @@ from engine.config import EngineConfig, EngineError, Switches, switch_difference
 from engine.layers.build import Build
 from engine.loops import Loop, StepOutcomes
 from engine.memory import free_memory, plan_memory, snapshot_slots
-from engine.models.decoder import EMBEDDING, Decoder, weight_bytes
+from engine.models.decoder import EMBEDDING, HEAD, Decoder, weight_bytes
 from engine.pages import PagePool
 from engine.prefix import PrefixIndex
 from engine.promptcache import PromptCache
@@ -231,8 +231,9 @@ def _quantized(decoder: Decoder) -> str:
         return "every matrix and the output head in 4 bits; embedding table and norms in 16 or 32 bits"
     if len(dense) == len(linears):
         return f"nothing: every matrix in {str(next(iter(linears.values())).weight.dtype).removeprefix('torch.')}"
-    kinds = sorted({part.split(".")[-1] for name in dense for part in name.split("+")} - {"embed_tokens"})
-    kinds += ["the output head"] if EMBEDDING in dense else []
+    heads = {EMBEDDING, HEAD}
+    kinds = sorted({part.split(".")[-1] for name in set(dense) - heads for part in name.split("+")})
+    kinds += ["the output head"] if heads & set(dense) else []
     return f"every matrix in 4 bits but {', '.join(kinds)}"
 
 

@@ -93,6 +93,8 @@ def plan_memory(model: ModelConfig, config: EngineConfig, activations: torch.dty
     per_weight = _BYTES.get(config.switches.weights_dtype, BYTES_PER_4BIT_WEIGHT)
     shared = model.tied_embeddings and _BYTES.get(config.switches.weights_dtype) == activations.itemsize
     weights = int(matrices * per_weight) + (0 if shared else table * activations.itemsize)
+    if config.weights != "random" and config.switches.weights_dtype == "int4" and not model.tied_embeddings:
+        weights += int(table * (activations.itemsize - per_weight))  # checkpoints keep a dense head as it is
     stored = stored_dtype(config.switches.cache_dtype, activations)
     state = model_state_bytes(model, activations) * (config.max_streams + 1 + snapshot_slots(model, config))
     page_bytes = model_token_bytes(model, stored) * config.page_size

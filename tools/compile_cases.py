@@ -12,8 +12,9 @@ from torch import Tensor
 
 from engine.batch import Batch, LayerCache, StateCache
 from engine.config import Attention, DeltaNet, LatentAttention, Rope
+from engine.kernels import w4
 from engine.kernels.activation import clamped_swiglu_triton, silu_mul_triton
-from engine.kernels.attention_decode import decode_attention_triton
+from engine.kernels.attention_decode import decode_attention_gluon, decode_attention_triton
 from engine.kernels.attention_prefill import prefill_attention_triton
 from engine.kernels.deltanet import DeltaWeights, channels, row_width
 from engine.kernels.deltanet_triton import prefill as delta_prefill
@@ -24,7 +25,7 @@ from engine.kernels.norm import add_rms_norm_triton, rms_norm_triton
 from engine.kernels.rope import projection_width, qk_norm_rope_write_triton
 from engine.kernels.sample import SamplingTensors, sample_triton
 from engine.models import model_config
-from engine.quant import QuantExperts, group_for
+from engine.quant import QuantExperts, QuantWeight, group_for
 
 BF16, FP8, INT8 = torch.bfloat16, torch.float8_e4m3fn, torch.int8
 QWEN3 = Attention(32, 8, 128, Rope(rotary_dim=128), 128**-0.5, qk_norm=True)
@@ -56,6 +57,12 @@ def decode(spec: Attention, dtype: torch.dtype) -> None:
     sinks = empty(spec.heads) if spec.sinks else None
     q = empty(16, spec.heads, spec.head_dim)
     decode_attention_triton(q, cache(spec, dtype), batch(16, 16), spec.scale, spec.window, sinks)
+
+
+def decode_gluon(spec: Attention, dtype: torch.dtype) -> None:
+    sinks = empty(spec.heads) if spec.sinks else None
+    q = empty(16, spec.heads, spec.head_dim)
+    decode_attention_gluon(q, cache(spec, dtype), batch(16, 16), spec.scale, spec.window, sinks)
 
 
 def prefill(spec: Attention, dtype: torch.dtype) -> None:
@@ -117,6 +124,18 @@ def latent(dtype: torch.dtype, rows: int, requests: int) -> None:
     latent_attention(empty(rows, 20, 512), empty(rows, 20, 256)[..., 192:], spec, table, one, pages)
 
 
+def weight(n: int, k: int, group: int, dtype: torch.dtype = BF16, zeros: bool = False) -> QuantWeight:
+    packed = empty(-(-n // 64), k // 64, 2048, dtype=torch.uint8)
+    scales = [empty(packed.shape[0], k // group, 64, dtype=dtype) for _ in range(2)]
+    return QuantWeight(packed, scales[0], scales[1] if zeros else None, n, k, group)
+
+
+def hopper(rows: int, n: int, k: int, group: int = 128, **plan: object) -> None:
+    """The wgmma kernel that a plan names."""
+    chosen = w4.Plan(rows=min(w4.row_bucket(rows), 128), **plan)
+    w4.launch_plan(empty(rows, k), weight(n, k, group), chosen)
+
+
 CASES: dict[str, Callable[[], object]] = {
     "rms_norm": lambda: rms_norm_triton(empty(16, 5120), empty(5120), 1e-6),
     "add_rms_norm": lambda: add_rms_norm_triton(partials(4, 16, 5120), empty(16, 5120), empty(5120), 1e-6),
@@ -129,6 +148,11 @@ CASES: dict[str, Callable[[], object]] = {
     "decode qwen3 int8": lambda: decode(QWEN3, INT8),
     "decode qwen3 fp8": lambda: decode(QWEN3, FP8),
     "decode qwen3.5": lambda: decode(QWEN3_5, BF16),
+    "decode gluon qwen3": lambda: decode_gluon(QWEN3, BF16),
+    "decode gluon qwen3 int8": lambda: decode_gluon(QWEN3, INT8),
+    "decode gluon qwen3 fp8": lambda: decode_gluon(QWEN3, FP8),
+    "decode gluon gpt-oss": lambda: decode_gluon(GPT_OSS, BF16),
+    "decode gluon gpt-oss fp8": lambda: decode_gluon(GPT_OSS, FP8),
     "decode gpt-oss": lambda: decode(GPT_OSS, BF16),
     "prefill qwen3": lambda: prefill(QWEN3, BF16),
     "prefill qwen3 int8": lambda: prefill(QWEN3, INT8),
@@ -146,4 +170,16 @@ CASES: dict[str, Callable[[], object]] = {
     "latent decode": lambda: latent(BF16, 16, 16),
     "latent decode int8": lambda: latent(INT8, 16, 16),
     "latent prefill": lambda: latent(BF16, 2048, 2),
+    "w4 plain": lambda: w4.plain_partials(empty(16, 5120), weight(5120, 5120, 128)),
+    "w4 plain group 32 zeros": lambda: w4.plain_partials(empty(64, 5120), weight(5120, 5120, 32, zeros=True)),
+    "w4 gemv": lambda: w4.gemv_partials(empty(1, 5120), weight(5120, 5120, 128)),
+    "w4 dequantize": lambda: w4.w4_dequantize_triton(weight(5120, 5120, 128), BF16),
+    "w4 sum": lambda: w4.sum_partials_triton(partials(4, 16, 34816), BF16),
+    "hopper stream 8": lambda: hopper(8, 34816, 5120, kind="stream", block=128, splits=4, stages=3),
+    "hopper stream 16": lambda: hopper(16, 34816, 5120, kind="stream", block=128, splits=4, stages=3, steps=3),
+    "hopper stream 16 group 64": lambda: hopper(16, 2880, 2880, 64, kind="stream", block=64, splits=5, stages=3),
+    "hopper tile 32": lambda: hopper(32, 34816, 5120, kind="tile", block=128, splits=3, stages=3, parts=False),
+    "hopper tile 64": lambda: hopper(64, 34816, 5120, kind="tile", block=64, splits=1, stages=3),
+    "hopper tile 128": lambda: hopper(128, 5120, 17408, kind="tile", block=64, splits=3, stages=3),
+    "hopper tile 128 of 8 warps": lambda: hopper(128, 9728, 5120, kind="tile", block=128, splits=1, stages=3, warps=8),
 }

@@ -2,10 +2,12 @@
 
     python -m tools.compile_offline [FILTER] [--targets 80,90,120] [--write]
 
-For every kernel: registers a thread, accesses to spilled registers in loops, shared memory, instructions of the main
-loop (the longest innermost loop, preferring one with matrix instructions) and those per key. `--write` records the
-figures in tools/compiled_kernels.json; without it they are compared with the record. A kernel fails when it spills in a
-loop, needs more shared memory than the GPU has, or its loop or its registers have grown by more than 5%.
+Kernels with wgmma are compiled for sm_90 alone. For every kernel: registers a thread, accesses to spilled registers in
+loops, shared memory, instructions of the main loop (the longest innermost loop, preferring one with matrix
+instructions) and those by the keys (attention) or by the weights (4-bit products) that one round takes. `--write`
+records the figures in tools/compiled_kernels.json; without it they are compared with the record. A kernel fails when it
+spills in a loop, needs more shared memory than the GPU has, or its loop or its registers have grown by more than 5%.
+The record is one compiler's: under another version of Triton than its own, growth is not judged, and a line says so.
 """
 
 from __future__ import annotations
@@ -65,20 +67,23 @@ def recording(target: int) -> Iterator[list[Launch]]:
 
 @dataclass(frozen=True)
 class Compiled:
-    """`loop`: SASS instructions of the main loop (0: none); `loop_per_key`: that by the keys of a tile."""
+    """`loop`: SASS instructions of the main loop (0: none); `loop_per_key`: that by the keys of a tile.
+
+    `loop_per_weight`: the loop's instructions of all threads by the weights that a program takes in one round.
+    """
 
     registers: int
     spilled: int
     shared: int
     loop: int
     loop_per_key: float | None = None
+    loop_per_weight: float | None = None
 
 
 def compile_launch(launch: Launch, target: int) -> Compiled:
     """Compiles a recorded launch as Triton's launcher would specialise it."""
     import triton
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
     names = launch.kernel.arg_names
     values = dict(zip(names, launch.args, strict=False)) | {k: v for k, v in launch.meta.items() if k in names}
@@ -93,24 +98,44 @@ def compile_launch(launch: Launch, target: int) -> Compiled:
         elif isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0 and not fixed[index]):
             attributes[(index,)] = [["tt.divisibility", 16]]
     options = {k: v for k, v in launch.meta.items() if k not in names}
-    source = ASTSource(launch.kernel, signature, constants, attributes)
+    source = _source_type(launch.kernel)(launch.kernel, signature, constants, attributes)
     built = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
     sass, usage = _disassemble(built.asm["cubin"])
     loop = len(main_loop(sass))
-    keys = launch.meta.get("BLOCK_N")
+    keys, weights = launch.meta.get("BLOCK_N"), _weights_a_round(launch)
     return Compiled(
         registers=int(re.search(r"REG:(\d+)", usage)[1]),
         spilled=sum(spills(body) for body in loops(sass)),
         shared=built.metadata.shared,
         loop=loop,
         loop_per_key=round(loop / keys, 2) if keys else None,
+        loop_per_weight=round(loop * 32 * launch.meta.get("num_warps", 4) / weights, 3) if weights else None,
     )
+
+
+def _source_type(kernel: Any) -> Any:
+    if kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        return GluonASTSource
+    from triton.compiler import ASTSource
+
+    return ASTSource
+
+
+def _weights_a_round(launch: Launch) -> int | None:
+    """Weights that a program of a 4-bit product takes in one round of its main loop."""
+    if launch.kernel.is_gluon():
+        return launch.meta["BN"] * 64 * launch.meta["GROUP_TILES"]
+    return 64 * 64 if launch.kernel.__name__ in ("w4_dot_kernel", "w4_gemv_kernel") else None
 
 
 def _type_of(value: Any, fixed: bool) -> str:
     """The type of an argument in a signature; `fixed`: the kernel takes it as it comes, even a 1."""
     if isinstance(value, torch.Tensor):
         return "*" + TYPES[value.dtype]
+    if hasattr(value, "block_shape"):
+        return f"tensordesc<{TYPES[value.base.dtype]}{value.block_shape},{value.layout!r}>"
     if value is None or (value == 1 and not fixed):
         return "constexpr"
     return "fp32" if isinstance(value, float) else "i32"
@@ -160,7 +185,7 @@ def compile_all(pattern: str, targets: list[int]) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for case in [name for name in CASES if pattern in name]:
         for target in targets:
-            if target < 89 and "fp8" in case:
+            if (target < 89 and "fp8" in case) or (target != 90 and case.startswith("hopper")):
                 continue
             with recording(target) as launches:
                 CASES[case]()
@@ -170,8 +195,19 @@ def compile_all(pattern: str, targets: list[int]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def problems(found: dict[str, dict[str, Any]], record: dict[str, dict[str, Any]]) -> list[str]:
-    """One line for everything that is wrong: spills, too much shared memory, growth, a case without a record."""
+def read_record() -> tuple[str, dict[str, dict[str, Any]]]:
+    """(the version of Triton that the record is of, the record)."""
+    record = json.loads(RECORD.read_text())
+    return record.pop("triton"), record
+
+
+def problems(
+    found: dict[str, dict[str, Any]], record: dict[str, dict[str, Any]], same_compiler: bool = True
+) -> list[str]:
+    """One line for everything that is wrong: spills, too much shared memory, growth, a case without a record.
+
+    Growth is judged where both are of the `same_compiler`.
+    """
     lines = []
     for name, by_target in found.items():
         for target, now in by_target.items():
@@ -186,29 +222,39 @@ def problems(found: dict[str, dict[str, Any]], record: dict[str, dict[str, Any]]
             if before is None:
                 lines.append(f"{name} has no record for {target}: run python -m tools.compile_offline --write")
                 continue
-            for figure in ("loop", "registers"):
+            for figure in ("loop", "registers") if same_compiler else ():
                 if now[figure] > before[figure] * GROWTH + 2:
                     lines.append(f"{name} grew on {target}: {figure} {before[figure]} -> {now[figure]}")
     return lines
 
 
 def main() -> int:
+    import triton
+
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("filter", nargs="?", default="")
     parser.add_argument("--targets", default="80,90,120")
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
-    record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    version, record = read_record()
+    same_compiler = version == triton.__version__
+    if not same_compiler:
+        if options.write and (options.filter or options.targets != parser.get_default("targets")):
+            parser.error(f"the record is of Triton {version}, this is {triton.__version__}: write all of it or nothing")
+        record = {} if options.write else record
+        print(f"growth is not judged: the record is of Triton {version}, this is {triton.__version__}")
     found = compile_all(options.filter, [int(t) for t in options.targets.split(",")])
     for name, by_target in found.items():
         for target, f in by_target.items():
             print(f"{name:52} {target:7} reg {f['registers']:3} spill {f['spilled']:4} smem {f['shared']:6} "
-                  f"loop {f['loop']:5} per key {f['loop_per_key'] or ''}")  # fmt: skip
+                  f"loop {f['loop']:5} "
+                  f"per key {f['loop_per_key'] or '':5} per weight {f['loop_per_weight'] or ''}")  # fmt: skip
     if options.write:
         for name, by_target in found.items():
             record.setdefault(name, {}).update(by_target)
-        RECORD.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
-    lines = problems(found, record)
+        stored = record | {"triton": triton.__version__}
+        RECORD.write_text(json.dumps(stored, indent=1, sort_keys=True) + "\n")
+    lines = problems(found, record, same_compiler)
     print("\n".join(lines), file=sys.stderr)
     return 1 if lines else 0
 

@@ -2,9 +2,8 @@
 
     python -m tools.gpu_kernels [FILTER] [--check-only] [--tune] [--no-pdl] [--json FILE]
 
-Every case is compared with float64 mathematics first. Timing: a CUDA graph holds many launches over inputs that
-together exceed the L2 cache (one set of inputs each), and is replayed; median. Bytes are those that must move: inputs
-and outputs once. `--tune` times other tile shapes of the attention kernels beside the ones in use.
+Every case is compared with float64 mathematics first. Timing is that of engine/kernels/bench.py. Bytes are those that
+must move: inputs and outputs once. `--tune` times other tile shapes of the attention kernels beside the ones in use.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,14 +20,12 @@ from torch import Tensor
 
 from engine.batch import Batch, LayerCache
 from engine.config import Attention, Rope
-from engine.kernels import activation, attention_decode, attention_prefill, norm, rope, sample
-from engine.kernels._launch import launch_options
+from engine.kernels import activation, attention_decode, attention_prefill, bench, norm, rope, sample
+from engine.kernels._launch import capability, launch_options
+from engine.kernels.bench import BF16, DEVICE, FP8, INT8, make_batch, make_cache, random
 
 BANDWIDTH = 4.3e12
 MATRIX_RATE = 780e12
-L2_BYTES = 60e6
-DEVICE = "cuda"
-BF16, FP8, INT8 = torch.bfloat16, torch.float8_e4m3fn, torch.int8
 
 
 @dataclass
@@ -44,64 +40,13 @@ class Case:
 
 
 def timed(case: Case) -> float:
-    """Microseconds of one launch: median over replays of a graph that holds a launch of every set of inputs."""
-    sets = int(min(24, max(3, 3 * L2_BYTES // max(case.bytes, 1)))) if not case.flops else 3
-    launches = [case.make(i) for i in range(sets)]
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for launch in launches:
-            launch()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for _, launch in itertools.product(range(1 if case.flops else 4), launches):
-                launch()
-        times = []
-        for _ in range(8):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record(stream)
-            graph.replay()
-            end.record(stream)
-            stream.synchronize()
-            times.append(begin.elapsed_time(end) * 1e3 / (sets * (1 if case.flops else 4)))
-    return statistics.median(times[1:])
-
-
-def random(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
-    return torch.randn(shape, device=DEVICE).to(dtype)
+    """Microseconds of one launch."""
+    return bench.timed([case.make(i) for i in range(3 if case.flops else bench.sets_for(case.bytes))])
 
 
 def error(out: Tensor, expected: Tensor, bound: float) -> float:
     """Largest |difference| / (bound * (1 + |expected|)): above 1 is a failure."""
     return float(((out.double() - expected.double()).abs() / (bound * (1 + expected.double().abs()))).max())
-
-
-def make_batch(query: int, lengths: list[int], page: int = 64) -> tuple[Batch, int]:
-    """Requests with `query` new rows each and shuffled pages; (batch, pages of the pool)."""
-    counts = [-(-n // page) for n in lengths]
-    pages = torch.randperm(sum(counts)).int() + 1
-    table = torch.zeros((len(lengths), max(counts)), dtype=torch.int32)
-    for r, (count, piece) in enumerate(zip(counts, pages.split(counts), strict=True)):
-        table[r, :count] = piece
-    positions = torch.cat([torch.arange(n - query, n) for n in lengths]).int()
-    owner = torch.arange(len(lengths)).repeat_interleave(query)
-    slots = table[owner, positions // page] * page + positions % page
-    ints = [torch.arange(0, query * len(lengths) + 1, query), torch.tensor(lengths), torch.zeros(len(lengths))]
-    start, kv_len, states = (t.int().to(DEVICE) for t in ints)
-    batch = Batch(
-        positions.to(DEVICE), positions.to(DEVICE), slots.int().to(DEVICE), start, kv_len, table.to(DEVICE),
-        states, states, query == 1, query, max(lengths),
-    )  # fmt: skip
-    return batch, sum(counts) + 1
-
-
-def make_cache(pages: int, kv_heads: int, dim: int, dtype: torch.dtype, page: int = 64) -> LayerCache:
-    shape = (pages, kv_heads, page, dim)
-    if dtype not in (INT8, FP8):
-        return LayerCache(random(*shape, dtype=dtype), random(*shape, dtype=dtype))
-    k, v = (torch.randint(-100, 101, shape, dtype=torch.int8, device=DEVICE) for _ in range(2))
-    scales = [torch.rand(shape[:3], device=DEVICE) * 0.01 + 0.01 for _ in range(2)]
-    return LayerCache(*((t if dtype == INT8 else t.to(torch.float16).to(FP8)) for t in (k, v)), *scales)
 
 
 # ------------------------------------------------------------------------------------------------ small kernels
@@ -242,6 +187,7 @@ def dense(q: Tensor, cache: LayerCache, batch: Batch, spec: Attention, rows: lis
 def decode_cases(tune: bool) -> Iterator[Case]:
     geometries = [(32, 8, 128), (64, 8, 128), (64, 4, 128), (16, 2, 256)]
     loads = [(1, 1000), (1, 64000), (64, 4000), (16, 1000)]
+    yield from short_decode_cases()
     for (heads, kv_heads, dim), (requests, length), dtype in itertools.product(geometries, loads, (BF16, INT8, FP8)):
         if dtype != BF16 and (requests, length) in [(1, 1000), (16, 1000)]:
             continue
@@ -274,6 +220,59 @@ def decode_cases(tune: bool) -> Iterator[Case]:
 
             label = name if config is None else f"{name} {tuple(config.values())}"
             yield Case(label, moved, make, None if config else check)
+        yield from gluon_cases(name, spec, dtype, moved, inputs, length, tune)
+
+
+def gluon_cases(
+    name: str, spec: Attention, dtype: torch.dtype, moved: float, inputs: Callable[[], tuple], length: int, tune: bool
+) -> Iterator[Case]:
+    """The Gluon kernel on the inputs of a decode case: in its own configuration, with `tune` in others too."""
+    q, cache = random(1, spec.heads, spec.head_dim), make_cache(1, spec.kv_heads, spec.head_dim, dtype)
+    if not attention_decode.gluon_serves(q, cache):
+        return
+    own = attention_decode.gluon_config(spec.kv_heads, spec.head_dim, cache.k.element_size(), *capability(q))
+    shapes = itertools.product((own.parts, 8), (2, 3, 4, 5, 6), (1, 2)) if tune else ()
+    for config in [own, *(attention_decode.GluonConfig(p, own.longest, s, n) for p, s, n in shapes)]:
+
+        def run(arguments: tuple, config=config) -> Tensor:
+            return attention_decode.decode_attention_gluon(*arguments, spec.scale, config=config)
+
+        def make(_: int, run=run) -> Callable[[], Tensor]:
+            arguments = inputs()
+            return lambda: run(arguments)
+
+        def check(run=run) -> float:
+            arguments = inputs()
+            row = arguments[0].shape[0] - 1
+            out = run(arguments)
+            assert torch.equal(out, run(arguments))
+            return error(out[row:], dense(*arguments, spec, [(row, row, length)]), 0.005)
+
+        yield Case(f"{name} gluon {config.parts, config.stages, config.programs}", moved, make, check)
+
+
+def short_decode_cases() -> Iterator[Case]:
+    """Short contexts, where launches and latency count: both kernels."""
+    geometries = [(32, 8, 64), (32, 8, 128), (64, 8, 128)]
+    for (heads, kv_heads, dim), requests, length in itertools.product(geometries, (1, 8, 16, 64), (128, 416, 1000)):
+        spec = Attention(heads, kv_heads, dim, Rope(rotary_dim=dim), dim**-0.5)
+        moved = requests * length * kv_heads * 4 * dim
+        name = f"short decode {requests} x {length}, {heads}/{kv_heads}x{dim} bfloat16"
+
+        def inputs(spec=spec, requests=requests, length=length) -> tuple:
+            batch, pages = make_batch(1, [length] * requests)
+            return (
+                random(requests, spec.heads, spec.head_dim),
+                make_cache(pages, spec.kv_heads, spec.head_dim, BF16),
+                batch,
+            )
+
+        def make(_: int, inputs=inputs, spec=spec) -> Callable[[], Tensor]:
+            arguments = inputs()
+            return lambda: attention_decode.decode_attention(*arguments, spec.scale)
+
+        yield Case(name, moved, make)
+        yield from gluon_cases(name, spec, BF16, moved, inputs, length, False)
 
 
 def prefill_cases(tune: bool) -> Iterator[Case]:

@@ -1,8 +1,6 @@
 """Checks, tunes and times the 4-bit product on a GPU: one call, a short table, full rows and the tuned plans in files.
 
-Timing: a CUDA graph of one launch a weight over weights that together exceed the L2 four times, replayed; the median.
-The whole operation counts: partial sums, their reduction, the output in bf16. References: cuBLAS on bf16 weights and
-PyTorch's own int4 product (tinygemm).
+Timing and references are those of engine/kernels/bench.py. Limits are those of one H200.
 """
 
 from __future__ import annotations
@@ -12,13 +10,14 @@ import itertools
 import json
 import multiprocessing
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from engine.kernels import w4
+from engine.kernels.bench import dense_forms, random_weight, references, sets_for, timed, tinygemm_forms
 from engine.kernels.w4 import Plan
 from engine.quant import QuantWeight, dequantize
 
@@ -31,37 +30,9 @@ MODELS = [
 BANDWIDTH = 4.3e12
 
 
-def random_weight(n: int, k: int) -> QuantWeight:
-    packed = torch.randint(0, 256, (-(-n // 64), k // 64, 2048), dtype=torch.uint8, device="cuda")
-    scales = torch.rand((-(-n // 64), k // 128, 64), device="cuda").mul_(0.02).add_(0.001).to(torch.bfloat16)
-    return QuantWeight(packed, scales, None, n, k, 128)
-
-
 def product(x: torch.Tensor, w: QuantWeight, p: Plan) -> torch.Tensor:
-    y = w4._stream(x, w, p) if p.kind == "stream" else w4._tile(x, w, p)
+    y = w4.launch_plan(x, w, p)
     return y if y.dim() == 2 else w4.sum_partials(y, x.dtype)
-
-
-def timed(launches: list[Callable[[], object]], replays: int = 7) -> float:
-    """Microseconds of one launch: the median over replays of a graph that holds all of them."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for launch in launches:
-            launch()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for launch in launches:
-                launch()
-        times = []
-        for _ in range(replays + 1):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record(stream)
-            graph.replay()
-            end.record(stream)
-            stream.synchronize()
-            times.append(begin.elapsed_time(end) * 1e3 / len(launches))
-    return sorted(times[1:])[replays // 2]
 
 
 def candidates(n: int, k: int, rows: int) -> Iterator[Plan]:
@@ -112,7 +83,7 @@ def compile_plan(job: tuple[int, int, int, Plan]) -> str | None:
     n, k, rows, p = job
     try:
         x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
-        product(x, random_weight(min(n, 512), k), p)
+        product(x, random_weight(min(n, 512), k, 128), p)
         torch.cuda.synchronize()
     except Exception as error:
         return f"{job}: {type(error).__name__} {str(error)[:300]}"
@@ -123,23 +94,6 @@ def compile_key(job: tuple[int, int, int, Plan]) -> tuple:
     _, k, rows, p = job
     slice_tiles = -(-(-(-(k // 128) // p.splits) * 2) // 4) if p.kind == "stream" else 0
     return p.kind, p.rows, p.block, p.stages, p.warps, p.parts, p.splits == 1, slice_tiles, rows == 1
-
-
-def references(weights: list[QuantWeight], x: torch.Tensor) -> dict[str, float]:
-    found = {}
-    dense = [dequantize(w, torch.bfloat16) for w in weights[: max(2, len(weights) // 4)]]
-    found["cublas"] = timed([lambda d=d: x @ d.T for d in dense])
-    del dense
-    found["dequantize"] = timed([lambda w=w: w4.w4_dequantize(w, x.dtype) for w in weights])
-    if x.shape[0] <= 8:
-        found["standard"] = timed([lambda w=w: w4.w4_standard(x, w) for w in weights])
-    if x.shape[0] <= 16:
-        n, k = weights[0].n, weights[0].k
-        form = (n // 8, k // 128, 32, 4)
-        packed = [torch.randint(0, 2**31 - 1, form, dtype=torch.int32, device="cuda") for _ in weights]
-        scales = torch.rand(k // 128, n, 2, device="cuda", dtype=torch.bfloat16)
-        found["tinygemm"] = timed([lambda p=p: torch.ops.aten._weight_int4pack_mm(x, p, 128, scales) for p in packed])
-    return found
 
 
 def main() -> None:
@@ -154,13 +108,13 @@ def main() -> None:
     start = time.time()
     shapes = {"peers": PEERS, "models": MODELS, "all": PEERS + MODELS}[args.shapes]
     row_counts = [int(r) for r in args.rows.split(",")]
-    gpu, processors, _ = w4._gpu(torch.device("cuda"))
+    gpu, processors = w4.gpu_name(0), torch.cuda.get_device_properties(0).multi_processor_count
 
     def plans(n: int, k: int, m: int) -> list[Plan]:
         return (
             list(candidates(n, k, m))
             if args.tune
-            else [w4.plan(-(-n // 64), k // 64, 2, w4._bucket(m), gpu, processors)]
+            else [w4.plan(-(-n // 64), k // 64, 2, w4.row_bucket(m), gpu, processors)]
         )
 
     jobs = [(n, k, m, p) for n, k in shapes for m in row_counts for p in plans(n, k, m)]
@@ -172,8 +126,8 @@ def main() -> None:
         print("  ", failure)
     tuned, table = {}, []
     for n, k in shapes:
-        nbytes = random_weight(n, k).nbytes
-        weights = [random_weight(n, k) for _ in range(max(2, int(250e6 // nbytes) + 1))]
+        nbytes = random_weight(n, k, 128).nbytes
+        weights = [random_weight(n, k, 128) for _ in range(sets_for(nbytes))]
         for m in row_counts:
             x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
             truth = x.double() @ dequantize(weights[0], torch.bfloat16 if n > 100_000 else torch.float64).double().T
@@ -194,15 +148,14 @@ def main() -> None:
             if not results:
                 continue
             us, error, best = min(results, key=lambda r: r[0])
-            tuned[f"{-(-n // 64)}x{k // 64}x2:{w4._bucket(m)}"] = asdict(best)
+            tuned[f"{-(-n // 64)}x{k // 64}x2:{w4.row_bucket(m)}"] = asdict(best)
             limit = nbytes / BANDWIDTH * 1e6
             row = {"n": n, "k": k, "rows": m, "us": us, "error": error, "limit_us": limit, "plan": asdict(best)}
             if args.references:
-                row |= references(weights, x)
+                row |= references(x, weights, dense_forms(weights), tinygemm_forms(weights))
             table.append(row)
-            more = " ".join(
-                f"{key} {row[key]:.1f}" for key in ("cublas", "dequantize", "standard", "tinygemm") if key in row
-            )
+            keys = ("cublas_bf16_us", "dequantize_us", "standard_us", "tinygemm_us")
+            more = " ".join(f"{key} {row[key]:.1f}" for key in keys if row.get(key))
             print(f"{n}x{k} m={m} {us:.1f} us {row['limit_us'] / us:.0%} | {best.kind} r{best.rows} b{best.block} "
                   f"s{best.splits} t{best.steps} g{best.stages} w{best.warps} p{best.parts:d} | {more}")  # fmt: skip
         del weights

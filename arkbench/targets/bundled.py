@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from arkbench import published
 from arkbench.errors import UserError
 from arkbench.targets.base import Answer, Load, LoadReport, PlannedRequest, TargetError, TargetInfo
 from engine import models as engine_models
@@ -136,15 +137,21 @@ def default_device() -> str:
 
 
 def measure_kernels(part: str, rows: tuple[int, ...], device: str) -> list[dict[str, Any]]:
-    """The rows of one part of the engine's kernel bench (see engine/kernels/bench.py); raises TargetError."""
+    """The rows of one part of the engine's kernel bench (see engine/kernels/bench.py); raises TargetError.
+
+    Products stand beside what another kernel of the field took on another occasion (published/peers.csv).
+    """
+    from engine.kernels import bench
+
     try:
-        from engine.kernels import bench
-    except ImportError:
-        raise TargetError("this version of the engine has no kernel bench (engine/kernels/bench.py)") from None
-    try:
-        return bench.measure(part, rows, device)
+        found = bench.measure(part, rows, device)
     except EngineError as error:
         raise TargetError(str(error)) from None
+    if part == "products":
+        peers = {(f"{p['n']}x{p['k']}", int(p["rows"])): float(p["marlin_us"]) for p in published.table("peers")}
+        for row in found:
+            row["marlin_h200_measured_earlier_us"] = peers.get((row["shape"], row["rows"]))
+    return found
 
 
 def serve(base: dict[str, Any], switches: dict[str, str], cache_tokens: int | None, **server: Any) -> int:

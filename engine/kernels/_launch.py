@@ -63,6 +63,20 @@ def multiprocessors(tensor: Tensor) -> int:
     return _device_multiprocessors(tensor.get_device()) if tensor.is_cuda else 3
 
 
+@lru_cache(maxsize=16)
+def _device_counters(device: torch.device) -> Tensor:
+    return torch.zeros(1 << 16, dtype=torch.int32, device=device)
+
+
+def arrival_counters(tensor: Tensor) -> Tensor:
+    """65,536 int32 counters of the device, zero between launches; for kernels that run one after the other.
+
+    One buffer a device, not a stream: the launch before a capture makes it, and a captured kernel finds it filled with
+    zeros (zeros made during a capture would be written by one graph only).
+    """
+    return _device_counters(tensor.device)
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
     """Launches a Triton kernel that takes a constexpr `PDL`, with PDL where the first tensor's device has it."""
     first = next(arg for arg in args if isinstance(arg, Tensor))

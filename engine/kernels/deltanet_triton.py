@@ -35,6 +35,16 @@ def _silu(x):
 
 
 @triton.jit
+def _if(condition, bound):
+    """The bound of a mask that a scalar condition opens: `bound`, or 0.
+
+    Not a mask of its own, because the interpreter makes an int32 of a comparison that it broadcasts, and Triton 3.9
+    refuses a mask of int32.
+    """
+    return tl.where(condition, bound, 0)
+
+
+@triton.jit
 def _decay(a, head, a_log, dt_bias, mask):
     """g = -exp(A_log) softplus(a + dt_bias)."""
     x = a + tl.load(dt_bias + head, mask=mask, other=0.0)
@@ -53,10 +63,10 @@ def _convolve_step(
     for back in tl.static_range(1, CONV):
         past = position - back
         at = (slot * CONV + (past + CONV) % CONV) * CHANNELS + channel
-        value = tl.load(conv + at, mask=(channel < CHANNELS) & (past >= 0), other=0.0).to(tl.float32)
+        value = tl.load(conv + at, mask=channel < _if(past >= 0, CHANNELS), other=0.0).to(tl.float32)
         total += value * tl.load(conv_weight + channel * CONV + CONV - 1 - back).to(tl.float32)
     to = conv + (slot * CONV + position % CONV) * CHANNELS + channel
-    tl.store(to, now.to(DTYPE), mask=(channel < CHANNELS) & writes)
+    tl.store(to, now.to(DTYPE), mask=channel < _if(writes, CHANNELS))
     return _silu(total)
 
 
@@ -89,7 +99,7 @@ def step_kernel(
 
     rows = tl.arange(0, DK)
     at = state + ((slot * VALUE_HEADS + head) * DK + rows)[:, None] * DV + values[None, :]
-    started = (position > 0) & (rows < DK)[:, None] & (values < DV)[None, :]
+    started = (rows < _if(position > 0, DK))[:, None] & (values < DV)[None, :]
     s = tl.load(at, mask=started, other=0.0) * tl.exp(g)
     delta = beta * (v - tl.sum(s * k[:, None], 0))
     s += k[:, None] * delta[None, :]
@@ -248,7 +258,7 @@ def state_kernel(
         dk, dv, i = tl.arange(0, DK), tl.program_id(2) * BV + tl.arange(0, BV), tl.arange(0, C)
         at_state = state + ((slot * VALUE_HEADS + head) * DK + dk)[:, None] * DV + dv[None, :]
         started = tl.load(positions + start) > 0
-        s = tl.load(at_state, mask=started & (dk < DK)[:, None] & (dv < DV)[None, :], other=0.0)
+        s = tl.load(at_state, mask=(dk < _if(started, DK))[:, None] & (dv < DV)[None, :], other=0.0)
         for first in range(start, end, C):
             row = (first + i).to(tl.int64)
             live = row < end

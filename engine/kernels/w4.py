@@ -9,6 +9,7 @@ the float32 parts written and read once).
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -16,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from engine.kernels._launch import capability, launch, multiprocessors
 from engine.quant import QuantWeight, dequantize
 
 FUSED_ROWS = 512
@@ -30,9 +32,9 @@ ONE_BY_ONE_ROWS = 5
 class Plan:
     """How one product is launched.
 
-    kind: "stream" (up to 16 rows: x stays in shared memory, weights stream by), "tile" (x and weights by stages).
-    block: outputs of a program (64, 128, 256). splits: slices of K. steps: outputs blocks a stream program walks over.
-    rows: rows of a program. parts: another kernel adds the splits; else the last program to arrive does.
+    kind: "stream" (w4_stream.py, up to 16 rows) or "tile" (w4_tile.py). rows: of a program. block: outputs of a program
+    (64 or 128). splits: slices of K, none empty. stages: depth of the ring. steps: blocks a stream program walks over.
+    parts: another kernel adds the splits; else the last program to arrive does.
     """
 
     kind: str
@@ -44,8 +46,25 @@ class Plan:
     steps: int = 1
     parts: bool = True
 
+    def slice_tiles(self, k_tiles: int, group_tiles: int) -> int:
+        """Tiles of 64 inputs in a slice of K; the last slice may have fewer."""
+        return -(-(k_tiles // group_tiles) // self.splits) * group_tiles
 
-def _bucket(rows: int) -> int:
+    def shared_bytes(self, k_tiles: int, group_tiles: int) -> int:
+        """Shared memory that a program's rings and its x take, in bytes (scales of 2 bytes, barriers aside)."""
+        ring = self.stages * self.block * (32 * group_tiles + 2)
+        if self.kind == "tile":
+            return ring + self.stages * group_tiles * self.rows * 128
+        return ring + _slice_room(self.slice_tiles(k_tiles, group_tiles)) * self.rows * 128
+
+
+def _slice_room(slice_tiles: int) -> int:
+    """Slices share compiled kernels in steps of 4 tiles."""
+    return -(-slice_tiles // 4) * 4
+
+
+def row_bucket(rows: int) -> int:
+    """Plans are made for 8, 16, 32 ... rows: a product of `rows` rows runs the plan of the next of these."""
     return max(8, 1 << (rows - 1).bit_length())
 
 
@@ -59,7 +78,7 @@ def _tuned(gpu: str) -> dict[str, Plan]:
 
 @lru_cache(maxsize=4096)
 def plan(n_tiles: int, k_tiles: int, group_tiles: int, rows: int, gpu: str, processors: int) -> Plan:
-    """The plan for a weight of n_tiles x k_tiles tiles and a bucket of rows (8, 16, 32 ... 256).
+    """The plan for a weight of n_tiles x k_tiles tiles in groups of group_tiles and a bucket of rows (8, 16 ... 256).
 
     Shapes that were tuned for this GPU come from tuned/<GPU>.json, the rest from the rules below, which are what the
     tuned shapes have in common.
@@ -89,36 +108,58 @@ def _stream_plan(n_tiles: int, groups: int, group_tiles: int, rows: int, process
             cost = work + 0.02 * rows * splits / groups + 2.0 * waves / (steps * per_slice * waves + 8)
             if programs >= processors and cost < best_cost:
                 best, best_cost = Plan("stream", rows, block, splits, 3, steps=steps), cost
-    return best or Plan("stream", rows, 64, max(1, min(groups, -(-groups * group_tiles * rows // 512))), 3)
+    needed = -(-groups * group_tiles * rows // 512)
+    return best or Plan("stream", rows, 64, _without_empty(groups, needed), 3)
 
 
 def _tile_plan(n_tiles: int, groups: int, rows: int, processors: int) -> Plan:
     """Blocks of 64 outputs, with as many splits as fill two programs a processor."""
     program_rows = min(rows, 128)
     programs = n_tiles * (rows // program_rows)
-    splits = max(1, min(8, groups // 4, round(2 * processors / programs)))
+    splits = _without_empty(groups, min(8, groups // 4, round(2 * processors / programs)))
     return Plan("tile", program_rows, 64, splits, 3 if rows >= 128 else 4)
 
 
-def _gpu(device: torch.device) -> tuple[str, int, tuple[int, int]]:
-    return _gpu_by_index(device.index if device.index is not None else torch.cuda.current_device())
+def _without_empty(groups: int, splits: int) -> int:
+    """The slices that `groups` groups make when each but the last has ceil(groups / splits) of them."""
+    return -(-groups // -(-groups // max(1, min(splits, groups))))
 
 
 @lru_cache(maxsize=16)
-def _gpu_by_index(index: int) -> tuple[str, int, tuple[int, int]]:
-    properties = torch.cuda.get_device_properties(index)
-    return properties.name, properties.multi_processor_count, (properties.major, properties.minor)
+def gpu_name(index: int) -> str:
+    """The name of a CUDA device, under which its tuned plans are kept."""
+    return torch.cuda.get_device_properties(index).name
 
 
-_arrived: dict[tuple[int, int], Tensor] = {}
+class _Counters:
+    """Arrival counters of one device, all zero between launches; every launch takes the next ones of a ring.
+
+    Launches share counters only with those a whole ring before them, so products on several streams and graphs that
+    are replayed at once do not meet.
+    """
+
+    SIZE = 1 << 21
+
+    def __init__(self, device: torch.device) -> None:
+        self._ring = torch.zeros(self.SIZE, dtype=torch.int32, device=device)
+        self._next = 0
+        self._lock = threading.Lock()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    def take(self, count: int) -> Tensor:
+        count = -(-count // 4) * 4
+        with self._lock:
+            start = self._next if self._next + count <= self.SIZE else 0
+            self._next = start + count
+        return self._ring[start:]
 
 
-def _counters(device: torch.device) -> Tensor:
-    """The arrival counters of a stream: all zero between launches."""
-    key = (device.index or 0, torch.cuda.current_stream(device).cuda_stream)
-    if key not in _arrived:
-        _arrived[key] = torch.zeros(1 << 16, dtype=torch.int32, device=device)
-    return _arrived[key]
+@lru_cache(maxsize=16)
+def _counters(device: torch.device) -> _Counters:
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("the first 4-bit product of a GPU cannot be captured in a graph: run it once before")
+    return _Counters(device)
 
 
 def w4_matmul(x: Tensor, w: QuantWeight) -> Tensor:
@@ -135,29 +176,53 @@ def w4_matmul_reference(x: Tensor, w: QuantWeight) -> Tensor:
 
 
 def w4_partials(x: Tensor, w: QuantWeight) -> Tensor:
-    """As w4_matmul, but possibly unfinished: float32 [S, T, N] whose sum over S it is."""
+    """As w4_matmul, but possibly unfinished: float32 [S, T, N] whose sum over S it is.
+
+    Raises ValueError where x does not have K columns. The result for a row depends on the bucket of rows (8, 16, 32
+    ...) and on that row alone.
+    """
+    if x.shape[1] != w.k:
+        raise ValueError(f"x has {x.shape[1]} columns, the weight [{w.n}, {w.k}] takes {w.k}")
     if not x.is_cuda:
         return w4_matmul_reference(x, w)
+    if x.shape[0] == 0:
+        return x.new_empty(0, w.n)
     if x.shape[0] > FUSED_ROWS:
         return x @ w4_dequantize(w, x.dtype).T
-    gpu, processors, _ = _gpu(x.device)
-    x = x if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0 else x.contiguous()
-    if not _streams(x, w):
-        return _plain_partials(x, w, processors)
-    chosen = plan(w.n_tiles, w.k_tiles, w.group // 64, _bucket(x.shape[0]), gpu, processors)
-    y = _stream(x, w, chosen) if chosen.kind == "stream" else _tile(x, w, chosen)
+    if not _hopper_takes(x, w):
+        return plain_partials(x, w)
+    shape = w.n_tiles, w.k_tiles, w.group // 64
+    y = launch_plan(x, w, plan(*shape, row_bucket(x.shape[0]), gpu_name(x.get_device()), multiprocessors(x)))
     return y if w.zeros is None else _add_zero_points(y, x, w)
 
 
-def _streams(x: Tensor, w: QuantWeight) -> bool:
-    """Whether the Hopper kernels take this product."""
-    hopper = _gpu(x.device)[2][0] == 9
-    whole = w.k_tiles * 64 % w.group == 0
-    return hopper and x.dtype == torch.bfloat16 and w.group in (64, 128) and w.k % 8 == 0 and whole
+def _hopper_takes(x: Tensor, w: QuantWeight) -> bool:
+    """Whether the wgmma kernels can: bf16, groups of whole tiles, rows of x that start at multiples of 16 elements."""
+    whole_groups = w.group in (64, 128) and w.k_tiles % (w.group // 64) == 0
+    return capability(x)[0] == 9 and x.dtype == torch.bfloat16 and whole_groups and w.k % 16 == 0 and w.n > 1
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """x, or a copy where TMA and 16-byte cp.async could not read it in place."""
+    rows_apart = x.stride(0) % 16 == 0 and x.stride(0) >= x.shape[1]
+    if x.stride(1) == 1 and rows_apart and x.data_ptr() % 16 == 0:
+        return x
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
+
+
+def launch_plan(x: Tensor, w: QuantWeight, p: Plan) -> Tensor:
+    """x times the codes less 8, scaled, by a plan, on Hopper: [T, N], or Partials where the plan leaves parts.
+
+    [T, N] is in x's dtype, and in float32 where zero points have yet to be added.
+    """
+    return (_stream if p.kind == "stream" else _tile)(_aligned(x), w, p)
 
 
 def _add_zero_points(y: Tensor, x: Tensor, w: QuantWeight) -> Tensor:
-    """The kernels take 8 off every code; what a zero point differs from 8 goes on through the sums of the groups."""
+    """The kernels take 8 off every code; what a zero point differs from 8 goes on through the sums of the groups.
+
+    y as launch_plan left it, in float32.
+    """
     groups = -(-w.k // w.group)
     padded = torch.nn.functional.pad(x.float(), (0, groups * w.group - w.k))
     sums = padded.reshape(x.shape[0], groups, w.group).sum(2)
@@ -166,34 +231,36 @@ def _add_zero_points(y: Tensor, x: Tensor, w: QuantWeight) -> Tensor:
     if y.dim() == 3:
         y[0] += correction
         return y
-    return (y.float() + correction).to(y.dtype)
+    return (y + correction).to(x.dtype)
 
 
-def _outputs(x: Tensor, w: QuantWeight, splits: int, parts: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """(what is returned, out, parts) of a launch."""
-    rows = x.shape[0]
-    if splits == 1:
-        out = torch.empty(rows, w.n, dtype=x.dtype, device=x.device)
-        return out, out, out
-    partial = torch.empty(splits, rows, w.n, dtype=torch.float32, device=x.device)
-    if parts:
-        return partial, partial, partial
-    out = torch.empty(rows, w.n, dtype=x.dtype, device=x.device)
-    return out, out, partial
+def _outputs(x: Tensor, w: QuantWeight, p: Plan) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(what is returned, out, parts, counters) of a launch; the last three are stand-ins where the plan has no use."""
+    rows, counters = x.shape[0], _counters(x.device)
+    if p.splits > 1:
+        partial = torch.empty(p.splits, rows, w.n, dtype=torch.float32, device=x.device)
+        if p.parts:
+            return partial, partial, partial, counters.take(0)
+    out = torch.empty(rows, w.n, dtype=x.dtype if w.zeros is None else torch.float32, device=x.device)
+    if p.splits == 1:
+        return out, out, out, counters.take(0)
+    tiles = -(-rows // p.rows) * -(-w.n // p.block)
+    return out, out, partial, counters.take(tiles)
 
 
 def _stream(x: Tensor, w: QuantWeight, p: Plan) -> Tensor:
-    from engine.kernels.w4_gluon import w4_stream_kernel
+    from engine.kernels.w4_stream import w4_stream_kernel
 
     group_tiles = w.group // 64
-    slice_tiles = -(-(w.k_tiles // group_tiles) // p.splits) * group_tiles
+    slice_tiles = p.slice_tiles(w.k_tiles, group_tiles)
     blocks = -(-w.n_tiles * 64 // p.block)
-    result, out, partial = _outputs(x, w, p.splits, p.parts)
-    w4_stream_kernel[(-(-blocks // p.steps) * p.splits,)](
-        x, w.packed.view(torch.int32), w.scales, out, partial, _counters(x.device),
+    result, out, partial, counters = _outputs(x, w, p)
+    launch(
+        w4_stream_kernel, (-(-blocks // p.steps) * p.splits,),
+        x, w.packed.view(torch.int32), w.scales, out, partial, counters,
         x.shape[0], w.n, w.k, x.stride(0), blocks, w.k_tiles, slice_tiles, p.splits,
-        M=p.rows, BN=p.block, SLICE=-(-slice_tiles // 4) * 4, GROUP_TILES=group_tiles, STAGES=p.stages,
-        PARTS=p.parts and p.splits > 1, PDL=True, num_warps=4, launch_pdl=True,
+        M=p.rows, BN=p.block, SLICE=_slice_room(slice_tiles), GROUP_TILES=group_tiles, STAGES=p.stages,
+        PARTS=p.parts and p.splits > 1, num_warps=4,
     )  # fmt: skip
     return result
 
@@ -202,28 +269,29 @@ def _tile(x: Tensor, w: QuantWeight, p: Plan) -> Tensor:
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from engine.kernels.w4_gluon import w4_tile_kernel
+    from engine.kernels.w4_tile import w4_tile_kernel
 
     group_tiles = w.group // 64
-    slice_tiles = -(-(w.k_tiles // group_tiles) // p.splits) * group_tiles
-    result, out, partial = _outputs(x, w, p.splits, p.parts)
-    w4_tile_kernel[(-(-x.shape[0] // p.rows), -(-w.n_tiles * 64 // p.block), p.splits)](
+    result, out, partial, counters = _outputs(x, w, p)
+    launch(
+        w4_tile_kernel, (-(-x.shape[0] // p.rows), -(-w.n_tiles * 64 // p.block), p.splits),
         TensorDescriptor(x, list(x.shape), list(x.stride()), [p.rows, 64], NVMMASharedLayout(128, 16, 2)),
-        w.packed.view(torch.int32), w.scales, out, partial, _counters(x.device),
-        x.shape[0], w.n, w.n_tiles, w.k_tiles, slice_tiles,
+        w.packed.view(torch.int32), w.scales, out, partial, counters,
+        x.shape[0], w.n, w.n_tiles, w.k_tiles, p.slice_tiles(w.k_tiles, group_tiles),
         M=p.rows, BN=p.block, WARPS=p.warps, GROUP_TILES=group_tiles, STAGES=p.stages,
-        PARTS=p.parts and p.splits > 1, PDL=True, num_warps=p.warps, launch_pdl=True,
+        PARTS=p.parts and p.splits > 1, num_warps=p.warps,
     )  # fmt: skip
     return result
 
 
-def _plain_partials(x: Tensor, w: QuantWeight, processors: int) -> Tensor:
-    """The twin in plain Triton: other GPUs, other dtypes, groups of 32."""
+def plain_partials(x: Tensor, w: QuantWeight) -> Tensor:
+    """The twin in plain Triton, for other GPUs, dtypes and groups: float32 [S, T, N]."""
     from engine.kernels.w4_triton import w4_dot_kernel
 
-    m = min(64, max(16, _bucket(x.shape[0])))
+    x = x if x.stride(1) == 1 else x.contiguous()
+    m = min(64, max(16, row_bucket(x.shape[0])))
     row_blocks = -(-x.shape[0] // m)
-    splits = max(1, min(16, w.k_tiles // 4, 4 * processors // (w.n_tiles * row_blocks)))
+    splits = max(1, min(16, w.k_tiles // 4, 4 * multiprocessors(x) // (w.n_tiles * row_blocks)))
     slice_tiles = -(-w.k_tiles // splits)
     partial = torch.empty(-(-w.k_tiles // slice_tiles), x.shape[0], w.n, dtype=torch.float32, device=x.device)
     w4_dot_kernel[(w.n_tiles, row_blocks, partial.shape[0])](
@@ -235,28 +303,30 @@ def _plain_partials(x: Tensor, w: QuantWeight, processors: int) -> Tensor:
 
 def sum_partials(partials: Tensor, dtype: torch.dtype) -> Tensor:
     """[S, T, N] float32 -> [T, N] in dtype, added in the order of S."""
-    if not partials.is_cuda:
-        return partials.sum(0).to(dtype)
+    return sum_partials_triton(partials, dtype) if partials.is_cuda else partials.sum(0).to(dtype)
+
+
+def sum_partials_triton(partials: Tensor, dtype: torch.dtype) -> Tensor:
     from engine.kernels.w4_triton import sum_partials_kernel
 
     splits, rows, n = partials.shape
     out = torch.empty(rows, n, dtype=dtype, device=partials.device)
-    pdl = _gpu(partials.device)[2][0] >= 9
-    sum_partials_kernel[(-(-out.numel() // 512),)](
-        partials, out, out.numel(), SPLITS=splits, BLOCK=512, PDL=pdl, num_warps=4, launch_pdl=pdl
-    )
+    grid = (-(-out.numel() // 512),)
+    launch(sum_partials_kernel, grid, partials, out, out.numel(), SPLITS=splits, BLOCK=512, num_warps=4)
     return out
 
 
-def w4_dequantize(w: QuantWeight, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+def w4_dequantize(w: QuantWeight, dtype: torch.dtype) -> Tensor:
     """The weight unpacked, [n, k] in dtype."""
-    if not w.packed.is_cuda:
-        return dequantize(w, dtype)
+    return w4_dequantize_triton(w, dtype) if w.packed.is_cuda else dequantize(w, dtype)
+
+
+def w4_dequantize_triton(w: QuantWeight, dtype: torch.dtype) -> Tensor:
     from engine.kernels.w4_triton import w4_dequantize_kernel
 
-    out = torch.empty(w.n, w.k, dtype=dtype, device=w.packed.device) if out is None else out
+    out = torch.empty(w.n, w.k, dtype=dtype, device=w.packed.device)
     w4_dequantize_kernel[(w.k_tiles, w.n_tiles)](
-        w.packed, w.scales, w.zeros, out, w.n, w.k, w.k_tiles, 0, HAS_ZEROS=w.zeros is not None, GROUP=w.group
+        w.packed, w.scales, w.zeros, out, w.n, w.k, w.k_tiles, HAS_ZEROS=w.zeros is not None, GROUP=w.group
     )
     return out
 
@@ -272,21 +342,21 @@ def w4_standard(x: Tensor, w: QuantWeight) -> Tensor:
         return x @ dequantize(w, x.dtype).T
     if x.shape[0] > ONE_BY_ONE_ROWS:
         return x @ w4_dequantize(w, x.dtype).T
-    if _streams(x, w):
+    if _hopper_takes(x, w):
         return torch.cat([w4_matmul(row, w) for row in x.split(1)]) if x.shape[0] > 1 else w4_matmul(x, w)
-    return _matrix_vector(x, w)
+    return sum_partials(gemv_partials(x, w), x.dtype)
 
 
-def _matrix_vector(x: Tensor, w: QuantWeight) -> Tensor:
+def gemv_partials(x: Tensor, w: QuantWeight) -> Tensor:
+    """The matrix-vector kernel, once a row of x: float32 [S, T, N]."""
     from engine.kernels.w4_triton import w4_gemv_kernel
 
     x = x.contiguous()
-    processors = _gpu(x.device)[1]
-    splits = max(1, min(16, w.k_tiles // 8, 8 * processors // w.n_tiles))
+    splits = max(1, min(16, w.k_tiles // 8, 8 * multiprocessors(x) // w.n_tiles))
     slice_tiles = -(-w.k_tiles // splits)
     partial = torch.empty(-(-w.k_tiles // slice_tiles), x.shape[0], w.n, dtype=torch.float32, device=x.device)
     w4_gemv_kernel[(w.n_tiles, partial.shape[0], x.shape[0])](
         x, w.packed, w.scales, w.zeros, partial, x.shape[0], w.n, w.k, w.k_tiles, slice_tiles,
         HAS_ZEROS=w.zeros is not None, GROUP=w.group, num_warps=4,
     )  # fmt: skip
-    return sum_partials(partial, x.dtype)
+    return partial

@@ -27,7 +27,8 @@ def w4_gemv_kernel(
 ):
     """out[split, row, n] = sum over the slice of x[row, k] * w[n, k]: a program owns 64 outputs of one row of x.
 
-    Grid (n_tiles, splits, rows). Every row reads the weight again: this is the product of a single request.
+    x [rows, k] contiguous, any float; out float32. Grid (n_tiles, splits, rows). Every row reads the weight again: this
+    is the product of a single request. A thread keeps 16 sums, one for each of its bytes, and adds them at the end.
     """
     n_tile = tl.program_id(0)
     split = tl.program_id(1)
@@ -76,22 +77,21 @@ def w4_gemv_kernel(
 
 @triton.jit
 def w4_dequantize_kernel(
-    packed_ptr, scales_ptr, zeros_ptr, out_ptr, n, k, k_tiles, first_tile, HAS_ZEROS: tl.constexpr, GROUP: tl.constexpr
+    packed_ptr, scales_ptr, zeros_ptr, out_ptr, n, k, k_tiles, HAS_ZEROS: tl.constexpr, GROUP: tl.constexpr
 ):
     """out[n, k] = (code - zero) * scale. A program owns one tile of 64 x 64. Grid (k_tiles, n_tiles).
 
-    Moves 0.5 bytes and a share of the scales in, one element of out a weight. `first_tile`: tile of out's first row.
+    Moves 0.5 bytes and a share of the scales in, one element of out a weight.
     """
     k_tile = tl.program_id(0)
     n_tile = tl.program_id(1)
-    stored = first_tile + n_tile
     groups = tl.cdiv(k_tiles * 64, GROUP)
-    packed = tl.load(packed_ptr + (stored.to(tl.int64) * k_tiles + k_tile) * 2048 + tl.arange(0, 2048))
+    packed = tl.load(packed_ptr + (n_tile.to(tl.int64) * k_tiles + k_tile) * 2048 + tl.arange(0, 2048))
     packed = tl.reshape(packed, [4, 8, 4, 2, 2, 2, 2])
     packed = tl.reshape(tl.permute(packed, [0, 6, 1, 3, 4, 2, 5]), [64, 32])
     row = tl.arange(0, 64)
-    low_group = (stored * groups + k_tile * 64 // GROUP) * 64 + row
-    high_group = (stored * groups + (k_tile * 64 + 32) // GROUP) * 64 + row
+    low_group = (n_tile * groups + k_tile * 64 // GROUP) * 64 + row
+    high_group = (n_tile * groups + (k_tile * 64 + 32) // GROUP) * 64 + row
     if HAS_ZEROS:
         low = (packed & 15).to(tl.float32) - tl.load(zeros_ptr + low_group).to(tl.float32)[:, None]
         high = (packed >> 4).to(tl.float32) - tl.load(zeros_ptr + high_group).to(tl.float32)[:, None]
@@ -104,7 +104,7 @@ def w4_dequantize_kernel(
     column = k_tile * 64 + tl.arange(0, 32)[None, :]
     out = out_ptr + out_row.to(tl.int64) * k + column
     dtype = out_ptr.dtype.element_ty
-    inside = stored * 64 + row[:, None] < n
+    inside = out_row < n
     tl.store(out, low.to(dtype), mask=inside & (column < k))
     tl.store(out + 32, high.to(dtype), mask=inside & (column + 32 < k))
 
@@ -113,7 +113,10 @@ def w4_dequantize_kernel(
 def sum_partials_kernel(
     partials_ptr, out_ptr, count, SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr = False
 ):
-    """out[i] = sum over s of partials[s, i], in the order of s. A program owns BLOCK elements."""
+    """out[i] = sum over s of partials[s, i], in the order of s. A program owns BLOCK elements.
+
+    Moves 4 * SPLITS bytes in and one element out. The kernel after this one may start at once: it waits in its turn.
+    """
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = index < count
     if PDL:
@@ -144,8 +147,9 @@ def w4_dot_kernel(
 ):
     """The fused product in plain Triton: the twin of the Hopper kernels, for other GPUs and for the interpreter.
 
-    out[split, row, n] float32. A program owns 64 outputs of M rows over one slice of K.
-    Grid (n_tiles, row blocks, splits).
+    out[split, row, n] float32; x's rows x_stride elements apart. A program owns 64 outputs of M rows over one slice of
+    K, scales the weight in float32 and rounds it once to x's dtype. Grid (n_tiles, row blocks, splits). Moves the
+    weight once a row block and x once a row tile of the weight.
     """
     n_tile = tl.program_id(0)
     row_block = tl.program_id(1)
@@ -175,8 +179,8 @@ def w4_dot_kernel(
         k_low = tile * 64 + column[:, None]
         x_low = tl.load(x_base + k_low, mask=k_low < k, other=0.0)
         x_high = tl.load(x_base + k_low + 32, mask=k_low + 32 < k, other=0.0)
-        acc += tl.dot(low.to(x_low.dtype), x_low)
-        acc += tl.dot(high.to(x_high.dtype), x_high)
+        acc += tl.dot(low.to(x_low.dtype), x_low, input_precision="ieee")
+        acc += tl.dot(high.to(x_high.dtype), x_high, input_precision="ieee")
     columns = n_tile * 64 + w_row
     out = out_ptr + (split * rows + out_row[None, :]).to(tl.int64) * n + columns[:, None]
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(out_row < rows)[None, :] & (columns < n)[:, None])

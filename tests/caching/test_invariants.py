@@ -1,4 +1,4 @@
-"""Every switch turned away from `best`, one at a time: the same tokens or a stated bound, nothing left or leaked."""
+"""Whole-engine invariants: every switch one step away from best, on a tiny model."""
 
 import pytest
 import torch

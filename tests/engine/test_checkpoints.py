@@ -8,6 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.config import EngineError
+from engine.models import model_config
+from engine.quant import QuantWeight
+from engine.weights.synthetic import SyntheticSource
 from tests.engine.conftest import reference
 from tests.engine.helpers import generate, load, logits_of, prompt_of
 
@@ -134,7 +137,7 @@ def test_ready_made_4bit_checkpoints_give_the_logits_of_the_weights_they_stand_f
         found = logits(folder, switches={"weights_dtype": weights_dtype, "kernels": "standard"})
         assert (found - expected).abs().max() / expected.abs().max() < 2e-5
     engine = load(str(folder), switches={"weights_dtype": "int4"})
-    assert engine.info.quantized == "every matrix in 4 bits but lm_head"
+    assert engine.info.quantized == "every matrix in 4 bits but the output head"
 
 
 def test_gptq_with_reordered_inputs_is_refused(checkpoints, tmp_path):
@@ -186,12 +189,17 @@ def test_a_sharded_checkpoint_loads(tmp_path, references, checkpoints):
     assert torch.allclose(logits(tmp_path), logits(checkpoints["llama"]), atol=1e-5)
 
 
-def test_bf16_weights_are_read_and_quantized(tmp_path):
+def test_bf16_weights_are_quantized_but_for_the_head(tmp_path):
     model = reference("llama").bfloat16()
     model.save_pretrained(tmp_path)
     engine = load(str(tmp_path), switches={"weights_dtype": "int4"})
-    assert engine.info.quantized.startswith("every matrix and the output head in 4 bits")
+    assert engine.info.quantized == "every matrix in 4 bits but the output head"
     assert len(generate(engine, [TOKENS])[0]) == 8
+
+
+def test_made_up_weights_have_their_head_in_4_bits():
+    source = SyntheticSource(model_config("SmolLM2-135M"), "int4", torch.device("cpu"), torch.float32, 0)
+    assert isinstance(source.linear(["lm_head"], [100], 64), QuantWeight)
 
 
 def test_a_wrapper_is_read_and_its_vision_tower_skipped(checkpoints, tmp_path):

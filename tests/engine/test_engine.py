@@ -180,7 +180,7 @@ def test_switches_change_between_requests(folder, prompts, alone):
     assert generate(engine, prompts[:6]) == alone[:6]
     assert engine.stage.decoder is weights
     engine.set_switches(engine.config.switches.with_({"weights_dtype": "int4"}))
-    assert engine.info.quantized.startswith("every matrix and the output head in 4 bits")
+    assert engine.info.quantized.startswith("every matrix in 4 bits but the output head")
 
 
 def test_requests_that_can_never_run_are_refused_in_one_line(folder):

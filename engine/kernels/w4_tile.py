@@ -1,0 +1,129 @@
+"""The 4-bit product for any number of rows: tiles of x and of packed weights pass through rings of shared memory."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from engine.kernels._gluon import barrier, copy_async, copy_tile
+from engine.kernels.w4_gluon import finish, pdl_launch, pdl_wait, scaled_operand
+
+
+@gluon.jit
+def _fetch_x(x_desc, x_ring, ready, stage, row, col, GROUP_TILES: gl.constexpr):
+    """Starts the copy of one stage's inputs; what lies outside of x arrives as zero."""
+    bar = ready.index(stage)
+    mbarrier.expect(bar, GROUP_TILES * x_desc.block_type.nbytes)
+    for half in gl.static_range(GROUP_TILES):
+        copy_tile(x_desc, [row, col + half * 64], bar, x_ring.index(stage * GROUP_TILES + half))
+
+
+@gluon.jit
+def w4_tile_kernel(
+    x_desc,
+    packed_ptr,
+    scales_ptr,
+    out_ptr,
+    parts_ptr,
+    arrived_ptr,
+    rows,
+    n,
+    n_tiles,
+    k_tiles,
+    slice_tiles,
+    M: gl.constexpr,
+    BN: gl.constexpr,
+    WARPS: gl.constexpr,
+    GROUP_TILES: gl.constexpr,
+    STAGES: gl.constexpr,
+    PARTS: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """out or parts [rows, n] = x (bf16, by its descriptor of blocks [M, 64]) times the packed weight transposed.
+
+    Program (r, b, s) owns M rows from r * M on, BN outputs from b * BN on and slice s of K (slice_tiles tiles of 64
+    inputs, the last slice fewer). Grid (row blocks, output blocks, splits), rows fastest: the programs that share
+    weights run together. Requirements: k_tiles a multiple of GROUP_TILES, no slice empty; row tiles past n_tiles and
+    rows of x past its end may be covered, the first are read as the last row tile and never stored, the second are 0.
+
+    A step takes one scale group: GROUP_TILES x BN x 32 bytes of weights and BN scales by cp.async, [GROUP_TILES, M, 64]
+    of x by TMA; STAGES of each are in flight. The weight is scaled while it is unpacked (one rounding to bf16), so the
+    sum stays in the accumulator of wgmma.
+
+    Bytes moved: the weight once a row block (all but one of them from L2), x once an output block, out once.
+    """
+    TILES: gl.constexpr = BN // 64
+    UNIT: gl.constexpr = GROUP_TILES * 512
+    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, M, 16])
+    a_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    w_layout: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([4, 4], [32, 1], [WARPS, 1], [1, 0]))
+    s_layout: gl.constexpr = gl.BlockedLayout([2], [32], [WARPS], [0])
+    a_rows: gl.constexpr = gl.SliceLayout(1, a_layout)
+
+    row_block = gl.program_id(0)
+    block = gl.program_id(1)
+    split = gl.program_id(2)
+    splits = gl.num_programs(2)
+    k_first = split * slice_tiles
+    steps = gl.minimum(k_tiles - k_first, slice_tiles) // GROUP_TILES
+
+    x_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES * GROUP_TILES, M, 64], x_desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(ready.index(stage), count=1)
+    w_ring = gl.allocate_shared_memory(gl.int32, [STAGES, TILES * UNIT], gl.SwizzledSharedLayout(4, 1, 1, [0]))
+    s_ring = gl.allocate_shared_memory(scales_ptr.dtype.element_ty, [STAGES, BN], gl.SwizzledSharedLayout(2, 1, 1, [0]))
+
+    word = gl.arange(0, TILES * UNIT, w_layout)
+    # the words of a step: the first k tile of every row tile, then the second
+    n_tile = gl.minimum(block * TILES + word // 512 % TILES, n_tiles - 1)
+    k_word = k_first * 512 + word // (512 * TILES) * 512 + word % 512
+    w_base = packed_ptr + n_tile.to(gl.int64) * (k_tiles * 512) + k_word
+    row = gl.arange(0, BN, s_layout)
+    groups = k_tiles // GROUP_TILES
+    s_tile = gl.minimum(block * TILES + row // 64, n_tiles - 1)
+    s_base = scales_ptr + s_tile * (groups * 64) + row % 64 + k_first // GROUP_TILES * 64
+
+    for stage in gl.static_range(STAGES - 1):
+        if stage < steps:
+            copy_async(w_ring.index(stage), w_base + stage * UNIT)
+            copy_async(s_ring.index(stage), s_base + stage * 64)
+        async_copy.commit_group()
+    if PDL:
+        pdl_wait()
+    for stage in gl.static_range(STAGES - 1):
+        if stage < steps:
+            _fetch_x(x_desc, x_ring, ready, stage, row_block * M, (k_first + stage * GROUP_TILES) * 64, GROUP_TILES)
+
+    acc = gl.zeros([BN, M], gl.float32, mma)
+    for step in range(steps):
+        slot = step % STAGES
+        async_copy.wait_group(STAGES - 2)
+        barrier()  # also: every warp is done with the stage that is filled below
+        words = w_ring.index(slot).load(w_layout)
+        scale = s_ring.index(slot).load(a_rows).to(gl.bfloat16)
+        mbarrier.wait(ready.index(slot), step // STAGES & 1)
+        x_slot = slot * GROUP_TILES
+        if GROUP_TILES == 1:
+            a = scaled_operand(words, scale, BN, a_layout)
+            flight = warpgroup_mma(a, x_ring.index(x_slot).permute([1, 0]), acc, is_async=True)
+        else:
+            first, second = gl.split(words.reshape([2, 512 * TILES]).permute([1, 0]))
+            a = scaled_operand(first, scale, BN, a_layout)
+            flight = warpgroup_mma(a, x_ring.index(x_slot).permute([1, 0]), acc, is_async=True)
+            a2 = scaled_operand(second, scale, BN, a_layout)
+            flight = warpgroup_mma(a2, x_ring.index(x_slot + 1).permute([1, 0]), flight, is_async=True)
+        ahead = step + STAGES - 1
+        if ahead < steps:
+            fill = ahead % STAGES
+            copy_async(w_ring.index(fill), w_base + ahead * UNIT)
+            copy_async(s_ring.index(fill), s_base + ahead * 64)
+            _fetch_x(x_desc, x_ring, ready, fill, row_block * M, (k_first + ahead * GROUP_TILES) * 64, GROUP_TILES)
+        async_copy.commit_group()
+        acc = warpgroup_mma_wait(0, deps=[flight])
+    async_copy.wait_group(0)
+    if PDL:
+        pdl_launch()
+    finish(acc, out_ptr, parts_ptr, arrived_ptr, rows, n, block, split, splits, M, BN, mma, PARTS, row_block)
