@@ -72,8 +72,8 @@ class LoadReport:
 
     `client_lag_p99_s`: the event loop's lag (None in-process). `peak_memory_bytes`: the most that was allocated on the
     fullest GPU while the load ran (None where the target cannot know). `resident_requests`: how many requests its cache
-    held, on average over the steps during which others waited for room (None: none waited, or it cannot know). `valid` False with a reason makes the cell
-    invalid.
+    held, on average over the steps during which others waited for room (None: none waited, or it cannot know). `valid`
+    False with a reason makes the cell invalid.
     """
 
     valid: bool = True
