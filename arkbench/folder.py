@@ -85,9 +85,13 @@ class RunFolder:
     @staticmethod
     def create(path: Path, plan: Plan, arguments: Sequence[str]) -> RunFolder:
         """A new run folder; raises UserError where the path is in use or cannot be written."""
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise UserError(f"{path}: is not empty; name a new folder, or go on with that run by --resume {path}")
+        if path.exists() and not path.is_dir():
+            raise UserError(f"{path}: is a file; name a new folder by --output")
         try:
+            if (path / "run.json").exists():
+                raise UserError(f"{path}: holds a run; name a new folder, or go on with that run by --resume {path}")
+            if path.exists() and any(path.iterdir()):
+                raise UserError(f"{path}: is not empty; name a new folder by --output")
             path.mkdir(parents=True, exist_ok=True)
             write_text(path / "cells.csv", ",".join(CELL_COLUMNS) + "\n")
         except OSError as error:

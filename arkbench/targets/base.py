@@ -70,15 +70,12 @@ class Answer:
 class LoadReport:
     """What a target says about a whole load: whether the client was the limit, and anything worth a note.
 
-    `client_lag_p99_s`: the event loop's lag (None in-process). `peak_memory_bytes`: the most that was allocated on the
-    fullest GPU while the load ran (None where the target cannot know). `valid` False with a reason makes the cell
-    invalid.
+    `client_lag_p99_s`: the event loop's lag (None in-process). `valid` False with a reason makes the cell invalid.
     """
 
     valid: bool = True
     reason: str = ""
     client_lag_p99_s: float | None = None
-    peak_memory_bytes: int | None = None
     notes: tuple[str, ...] = ()
 
 
