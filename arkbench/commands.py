@@ -16,6 +16,7 @@ from arkbench.folder import RunFolder
 from arkbench.metrics import Machine
 from arkbench.plan import Plan, RunOptions, ScenarioPlan, device_of, make_plan
 from arkbench.progress import LiveProgress, duration
+from arkbench.published import with_unit
 from arkbench.records import number, read_rows
 from arkbench.runner import Runner, Tools
 from arkbench.targets import bundled
@@ -189,8 +190,8 @@ def print_verdicts(rows: Sequence[dict], console: Console) -> None:
         for row in shown:
             values = (
                 row["statement"],
-                f"{row['published']} {row['unit']}".strip(),
-                row.get("measured"),
+                with_unit(row["published"], row["unit"]),
+                with_unit(row.get("measured") or "", row["unit"]),
                 row["verdict"],
                 row["reason"],
             )
