@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -15,10 +17,13 @@ from arkbench.errors import UserError
 app = typer.Typer(
     name="arkbench",
     help="Checks the published performance claims of ARK on your own hardware.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+# The parser's own class, by way of a name that typer makes public: newer ones bring their own copy of click.
+_UsageError = typer.BadParameter.__bases__[0]
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG)
 
 
 def _console() -> Console:
@@ -181,6 +186,9 @@ gate_cli.register(app)
 
 def main() -> None:
     """The `arkbench` command: a user's mistake is one line on stderr and exit code 2; Ctrl-C is 130."""
+    # Threads that wait by spinning take the cores from the ones they wait for wherever anything else runs: torch's
+    # products then become ten times slower. OpenMP reads this when torch is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from arkbench.targets import bundled
     from arkbench.targets.base import TargetError
 
@@ -189,14 +197,27 @@ def main() -> None:
             bundled.serve_stage()
             return
         try:
-            app()
+            code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
         finally:
             bundled.end_stages()
     except (UserError, TargetError) as error:
-        print(f"arkbench: {error}", file=sys.stderr)
-        sys.exit(2)
+        _fail(str(error))
+    except _UsageError as error:
+        _fail(f"{error.format_message().rstrip('.')}; arkbench --help lists what there is")
+    except OSError as error:
+        if error.errno not in _DISK_ERRORS:
+            raise
+        place = f"{error.filename}: " if error.filename else ""
+        _fail(f"{place}{error.strerror}; what was measured is kept: mend it, then arkbench run --resume DIR")
     except KeyboardInterrupt:
         sys.exit(130)
+    sys.exit(code)
+
+
+def _fail(message: str) -> NoReturn:
+    """Ends with one line on stderr, whatever the message holds."""
+    print("arkbench:", " ".join(message.split()), file=sys.stderr)
+    sys.exit(2)
 
 
 if __name__ == "__main__":

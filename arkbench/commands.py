@@ -16,6 +16,7 @@ from arkbench.folder import RunFolder
 from arkbench.metrics import Machine
 from arkbench.plan import Plan, RunOptions, ScenarioPlan, device_of, make_plan
 from arkbench.progress import LiveProgress, duration
+from arkbench.published import with_unit
 from arkbench.records import number, read_rows
 from arkbench.runner import Runner, Tools
 from arkbench.targets import bundled
@@ -101,7 +102,7 @@ def _conclude(plan: Plan, run_folder: RunFolder, status: str, console: Console) 
     print_summary(run_folder.path, console)
     print_answers(run_folder.info["answers"], console)
     print_verdicts(verdict_rows, console)
-    if status != "complete":
+    if status == "partial":
         again = f"arkbench run --resume {run_folder.path}"
         console.print(f"[yellow]The run is {status}.[/] Go on with it: {escape(again)}", soft_wrap=True)
     console.print(f"Report: {run_folder.path / 'report.html'} (and report.md)", highlight=False, soft_wrap=True)
@@ -133,7 +134,7 @@ def refresh(path: Path) -> None:
 
 def print_summary(path: Path, console: Console) -> None:
     """The measured figures: medians over repetitions, their spread, the fraction of the limit."""
-    doubts: list[str] = []
+    doubts: dict[str, list[str]] = {}
     table = Table(title="Measured (medians over repetitions)", title_justify="left")
     for name in ("model", "variant", "cell"):
         table.add_column(name, no_wrap=name != "model", overflow="fold")
@@ -153,10 +154,13 @@ def print_summary(path: Path, console: Console) -> None:
             "" if limit is None else f"{limit:.1%}",
         )
         if row["reason"]:
-            doubts.append(f"{row['variant']} {row['cell']}: {row['reason']}")
+            doubts.setdefault(row["reason"], []).append(f"{row['variant']} {row['cell']}")
     console.print(table)
-    for doubt in doubts:
-        console.print(f"[yellow]not valid:[/] {escape(doubt)}", highlight=False, soft_wrap=True)
+    for reason, cells in doubts.items():
+        more = f" and {_plural(len(cells) - 1, 'cell')} more" if len(cells) > 1 else ""
+        console.print(
+            f"[yellow]not valid:[/] {escape(cells[0] + more)}: {escape(reason)}", highlight=False, soft_wrap=True
+        )
 
 
 def print_answers(answers: dict, console: Console) -> None:
@@ -186,8 +190,8 @@ def print_verdicts(rows: Sequence[dict], console: Console) -> None:
         for row in shown:
             values = (
                 row["statement"],
-                f"{row['published']} {row['unit']}".strip(),
-                row.get("measured"),
+                with_unit(row["published"], row["unit"]),
+                with_unit(row.get("measured") or "", row["unit"]),
                 row["verdict"],
                 row["reason"],
             )
@@ -229,9 +233,15 @@ def dry_run(options: RunOptions, console: Console) -> None:
                 _shown_memory(memory, free, plan.options.stages),
             )
     console.print(table)
-    console.print(f"{sum(len(p.cells) for p in plan.scenarios)} cells, about {duration(max(total, 1))} and the starts.")
+    console.print(
+        f"{_plural(sum(len(p.cells) for p in plan.scenarios), 'cell')}, about {duration(max(total, 1))} and the starts."
+    )
     if free is not None:
         console.print(f"Memory free on {device}: {free / 1e9:.1f} GB.", highlight=False)
+
+
+def _plural(count: int, word: str) -> str:
+    return f"{count} {word}{'' if count == 1 else 's'}"
 
 
 def _memory(plan: ScenarioPlan, model: str, variant: str, device: str) -> int | None:

@@ -14,6 +14,7 @@ FIGURES = (
     ("decode_tok_s", "decode, tok/s"),
     ("prefill_tok_s", "prefill, tok/s"),
     ("ttft_p50_s", "first token, s"),
+    ("tpot_p50_s", "a token, s"),
     ("wh_per_1k_tokens", "Wh per 1,000 tokens"),
 )
 Key = tuple[str, str, str, str]

@@ -172,10 +172,10 @@ def _mean_context(records: Sequence[RequestRecord], window: Window) -> float:
 
 def _energy_columns(cell: Cell, records: Sequence[RequestRecord], energy: Energy, reasons: list[str]) -> Row:
     window = energy_window(cell, records)
-    if window is None or energy.energy_j is None:
-        return {"idle_w": energy.idle_w}
     if energy.invalid_reason:
         reasons.append(energy.invalid_reason)
+    if window is None or energy.energy_j is None:
+        return {"idle_w": energy.idle_w}
     return {
         "energy_j": energy.energy_j,
         "idle_w": energy.idle_w,

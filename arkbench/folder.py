@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shlex
 from collections.abc import Sequence
@@ -44,7 +45,24 @@ def row_key(row: dict[str, str]) -> CellKey:
 
 
 def default_path(plan: Plan, now: datetime) -> Path:
-    """results/runs/<scenario>-<model>-<timestamp> under the current directory."""
+    """results/runs/<scenario>-<model>-<timestamp> under the current directory, made here: no other run takes it too.
+
+    Raises UserError where it cannot be made.
+    """
+    wanted = _default_name(plan, now)
+    for number in itertools.count(1):
+        path = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
+        try:
+            path.mkdir(parents=True)
+            return path
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise UserError(f"{path}: cannot be written ({error.strerror}); name another folder by --output") from None
+    raise AssertionError("unreachable")
+
+
+def _default_name(plan: Plan, now: datetime) -> Path:
     names = [p.scenario.name for p in plan.scenarios]
     models = list(dict.fromkeys(model for p in plan.scenarios for model in p.models))
     scenario = names[0] if len(names) == 1 else f"{len(names)}-scenarios"
@@ -86,9 +104,13 @@ class RunFolder:
     @staticmethod
     def create(path: Path, plan: Plan, arguments: Sequence[str]) -> RunFolder:
         """A new run folder; raises UserError where the path is in use or cannot be written."""
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise UserError(f"{path}: is not empty; name a new folder, or go on with that run by --resume {path}")
+        if path.exists() and not path.is_dir():
+            raise UserError(f"{path}: is a file; name a new folder by --output")
         try:
+            if (path / "run.json").exists():
+                raise UserError(f"{path}: holds a run; name a new folder, or go on with that run by --resume {path}")
+            if path.exists() and any(path.iterdir()):
+                raise UserError(f"{path}: is not empty; name a new folder by --output")
             path.mkdir(parents=True, exist_ok=True)
             write_text(path / "cells.csv", ",".join(CELL_COLUMNS) + "\n")
         except OSError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -87,9 +87,8 @@ class Figure:
 
 def figure(cells: Cells, selector: Selector, metric: str, model: str) -> Figure:
     """A figure of the one cell that a selector names; raises Missing where there is none or nothing measured of it."""
+    require(cells, [selector], model)
     rows = cells.select(selector, model)
-    if not rows:
-        raise Missing("not run", f"not measured: {describe(selector)} of {model}")
     names = {row["cell"] for row in rows}
     if len(names) > 1:
         raise Missing("not comparable", f"several cells fit {describe(selector)}: {', '.join(sorted(names))}")
@@ -100,6 +99,13 @@ def figure(cells: Cells, selector: Selector, metric: str, model: str) -> Figure:
         why = rows[0]["reason"] or "this machine cannot measure it" if metric.startswith("wh_") else rows[0]["reason"]
         raise Missing("not comparable", f"{rows[0]['cell']} has no {metric}{': ' + why if why else ''}")
     return Figure(values, invalid)
+
+
+def require(cells: Cells, selectors: Iterable[Selector], model: str) -> None:
+    """Raises Missing, naming every cell of these that was not measured."""
+    missing = list(dict.fromkeys(describe(selector) for selector in selectors if not cells.select(selector, model)))
+    if missing:
+        raise Missing("not run", f"not measured: {'; '.join(missing)} of {model}")
 
 
 def describe(selector: Selector) -> str:
@@ -137,6 +143,7 @@ def ratio(cells: Cells, test: Test, published_model: str) -> Ratio:
 
 def ratio_of_model(cells: Cells, test: Test, model: str) -> Ratio:
     assert test.over is not None and isinstance(test.metric, str)
+    require(cells, [test.of, test.over], model)
     of = figure(cells, test.of, test.metric, model)
     over = figure(cells, test.over, test.metric, model)
     both = [of.by_repetition[r] / over.by_repetition[r] for r in of.by_repetition if r in over.by_repetition]
@@ -195,6 +202,8 @@ def series(cells: Cells, test: Test, published_model: str) -> list[Series]:
     model = _model_with(cells, test, published_model)
     (along, steps), *_ = test.along.items()
     groups = [dict(zip(test.each, values, strict=True)) for values in product(*test.each.values())]
+    places = [{**group, along: step} for group in groups for step in steps]
+    require(cells, [side | at for at in places for side in (test.of, test.over) if side is not None], model)
     return [_one_series(cells, test, model, along, steps, group, published_model) for group in groups]
 
 
@@ -225,15 +234,10 @@ def total(cells: Cells, test: Test, published_model: str) -> tuple[int, int]:
     """The sum of a count over every cell of a claim, and how many rows it is over; raises Missing for a missing one."""
     model = _model_with(cells, test, published_model)
     columns = {**test.along, **test.each}
-    for values in product(*columns.values()):
-        selector: Selector = test.of | dict(zip(columns, values, strict=True))
-        if not cells.select(selector, model):
-            raise Missing("not run", f"not measured: {describe(selector)} of {model}")
+    require(cells, [test.of | dict(zip(columns, at, strict=True)) for at in product(*columns.values())], model)
     rows = cells.select(test.of, model)
     names = [test.metric] if isinstance(test.metric, str) else test.metric
     known = [number(row[name]) for row in rows for name in names]
-    if not rows:
-        raise Missing("not run", f"not measured: {describe(test.of)} of {model}")
     if any(value is None for value in known):
         raise Missing("not comparable", f"the target does not say how many {' or '.join(names)} there were")
     return int(sum(value for value in known if value is not None)), len(rows)
@@ -242,9 +246,8 @@ def total(cells: Cells, test: Test, published_model: str) -> tuple[int, int]:
 def answered(cells: Cells, test: Test, published_model: str) -> tuple[int, int]:
     """Answered and asked requests of a claim's cell, over its repetitions."""
     model = _model_with(cells, test, published_model)
+    require(cells, [test.of], model)
     rows = cells.select(test.of, model)
-    if not rows:
-        raise Missing("not run", f"not measured: {describe(test.of)} of {model}")
     counts = [
         [int(row[f"requests_{status}"] or 0) for status in ("ok", "failed", "refused", "timeout")] for row in rows
     ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -23,7 +25,8 @@ def show(console: Console, *, scenarios: bool, claims: bool, models: bool, switc
     if scenarios or everything:
         console.print(scenario_table())
     if claims or everything:
-        console.print(claim_table())
+        for table in claim_tables():
+            console.print(table)
     if models or everything:
         console.print(model_table())
     if switches or everything:
@@ -49,36 +52,40 @@ def scenario_table() -> Table:
     return table
 
 
-def claim_table() -> Table:
-    """Every published claim with the scenario that tests it."""
-    table = _table("Published claims", "id", "published", "statement", "scenario")
+def claim_tables() -> Iterator[Table]:
+    """Every published claim, a table for each scenario that tests some."""
     notes = published.tests().notes
-    for claim in published.claims():
-        shown = f"{claim.published} {claim.unit}".strip()
-        table.add_row(claim.id, escape(shown), escape(claim.statement), notes[claim.note].scenarios[0])
-    return table
+    for scenario in dict.fromkeys(note.scenarios[0] for note in notes.values()):
+        table = _table(f"Published claims that arkbench run {scenario} tests", "id", "published", "statement")
+        for claim in published.claims():
+            if notes[claim.note].scenarios[0] == scenario:
+                table.add_row(
+                    claim.id, escape(published.with_unit(claim.published, claim.unit)), escape(claim.statement)
+                )
+        if table.row_count:
+            yield table
 
 
 def model_table() -> Table:
     """Every model: parameters, bytes read a token, cache bytes a token, and whether it fits this machine."""
     device = bundled.default_device()
     free = available_bytes(device)
-    numbers = ("parameters", "active", "read a token", "cache 16 bit", "cache 8 bit", "needs")
-    fits = f"fits ({device}, {free / 1e9:.0f} GB free)" if free else "fits"
-    table = _table("Models (4-bit weights)", "model", *numbers, fits, right=numbers)
+    numbers = ("weights\nbillions", "active\nbillions", "read\nGB", "cache, kB\n16 / 8 bit", "needs\nGB")
+    table = _table("Models (4-bit weights; read and cache: of one token)", "model", *numbers, "fits", right=numbers)
     for name in bundled.model_names():
         facts = bundled.model_facts(name)
         need = memory_bytes(facts, {}, FIT_NEEDS, device)
         table.add_row(
             name,
-            f"{facts.parameters / 1e9:.2f} B",
-            f"{facts.active_parameters / 1e9:.2f} B",
-            f"{facts.decode_bytes_4bit / 1e9:.2f} GB",
-            f"{facts.cache_bytes_16bit / 1e3:.0f} kB",
-            f"{facts.cache_bytes_8bit / 1e3:.0f} kB",
-            f"{need / 1e9:.1f} GB",
-            "not known" if free is None else "yes" if need <= free else "no",
+            f"{facts.parameters / 1e9:.2f}",
+            f"{facts.active_parameters / 1e9:.2f}",
+            f"{facts.decode_bytes_4bit / 1e9:.2f}",
+            f"{facts.cache_bytes_16bit / 1e3:.0f} / {facts.cache_bytes_8bit / 1e3:.0f}",
+            f"{need / 1e9:.1f}",
+            "?" if free is None else "yes" if need <= free else "no",
         )
+    if free is not None:
+        table.caption = f"{device}, {free / 1e9:.0f} GB free; needs: one stream of {FIT_NEEDS.tokens:,} tokens"
     return table
 
 

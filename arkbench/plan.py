@@ -15,6 +15,8 @@ from arkbench.targets import bundled
 
 CACHE_PAGE = 64
 MOST_OPEN_STREAMS = 256
+MOST_PROMPT_TOKENS = 200_000_000
+"""Prompts are made before the clock starts: those of one cell must fit into memory, some 8 bytes a token."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ class Plan:
 
 def needs_of(cells: Sequence[Cell]) -> Needs:
     """The room for these cells; a cell's own `cache_tokens` replaces what its streams would need."""
-    streams = max((min(cell.most_streams, MOST_OPEN_STREAMS) for cell in cells), default=1)
+    streams = max((_streams(cell) for cell in cells), default=1)
     tokens = max((cell.longest_request for cell in cells), default=1)
     return Needs(streams, tokens, max((_cache_tokens(cell) for cell in cells), default=CACHE_PAGE))
 
@@ -124,7 +126,12 @@ def _cache_tokens(cell: Cell) -> int:
         return cell.cache_tokens
     pages = -(-cell.longest_request // CACHE_PAGE) + 1
     users = cell.users or 0
-    return max(min(cell.most_streams, MOST_OPEN_STREAMS), users) * pages * CACHE_PAGE
+    return max(_streams(cell), users) * pages * CACHE_PAGE
+
+
+def _streams(cell: Cell) -> int:
+    """Requests at once that there must be room for; an open loop, which has no bound, queues what is beyond its own."""
+    return min(cell.most_streams, MOST_OPEN_STREAMS) if cell.workload == "open" else cell.most_streams
 
 
 def make_plan(options: RunOptions, endpoint_model: str | None = None) -> Plan:
@@ -142,6 +149,13 @@ def make_plan(options: RunOptions, endpoint_model: str | None = None) -> Plan:
     for name in seen:
         if seen.count(name) > 1:
             raise UserError(f"two scenario files have the name '{name}': give one of them another name")
+    for cell in (cell for plan in plans for cell in plan.cells):
+        tokens = workloads.request_count(cell) * cell.longest_prompt
+        if tokens > MOST_PROMPT_TOKENS:
+            raise UserError(
+                f"cell {cell.id}: its prompts have {tokens:,} tokens together and {MOST_PROMPT_TOKENS:,} is the most; "
+                "take fewer or shorter ones"
+            )
     if not any(plan.cells for plan in plans):
         raise UserError("nothing is left to measure: the scenario has no workload for these models and variants")
     return Plan(options, plans, _number_prompts(plans))

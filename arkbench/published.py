@@ -90,3 +90,8 @@ def table(name: str) -> list[dict[str, str]]:
     """The rows of a published table (`fused_kernels_decode`), as text; '' where nothing was published."""
     with (published_dir() / f"{name}.csv").open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
+
+
+def with_unit(figure: str, unit: str) -> str:
+    """A figure with its unit; words (`rises`, `in seconds`) stand alone."""
+    return f"{figure} {unit}".strip() if any(character.isdigit() for character in figure) else figure

@@ -4,7 +4,7 @@
 #
 #   bash tools/gpu_issue8.sh [OUTPUT FOLDER]      MODEL=Qwen3-8B PYTHON=python3
 #
-# Part 1 checks that nothing changes an answer or leaks; parts 2 and 3 measure.
+# Checks first that nothing changes an answer or leaks, then measures; says how long each part took.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python="${PYTHON:-python3}"

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from arkbench.report.blocks import Table
-from arkbench.report.compare import compare
 
-__all__ = ["compare", "render"]
+__all__ = ["render"]
 
 
 def render(run_dirs: Sequence[Path], out_dir: Path) -> None:

@@ -9,22 +9,18 @@ from typing import Any
 
 import pandas as pd
 
+from arkbench.paths import published_dir
+
 PACKAGE = Path(__file__).resolve().parents[1]
 PUBLISHED_GPU = "RTX 5090"
 RTX_5090_BYTES_S = 1792e9  # memory bandwidth of NVIDIA's data sheet
 NOTE_MODELS = {"fused-kernels": "Qwen3.8-27B", "pipelined-prefill": "Qwen3.5-122B-A10B"}
 
 
-def scenarios_folder() -> Path:
-    """`scenarios/` of a checkout, or what the wheel ships in its place."""
-    shipped = PACKAGE / "_scenarios"
-    return shipped if shipped.is_dir() else PACKAGE.parent / "scenarios"
-
-
 @cache
 def table(name: str) -> pd.DataFrame:
     """A published table by file name; an empty cell (not published) is NaN."""
-    return pd.read_csv(scenarios_folder() / "published" / name)
+    return pd.read_csv(published_dir() / name)
 
 
 @cache

@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from engine.kernels._gluon import barrier, copy_async
-from engine.kernels.w4_gluon import _pdl_launch, _pdl_wait
+from engine.kernels.w4_gluon import pdl_launch, pdl_wait
 
 TILE = gl.constexpr(64)
 # The scales of 8-bit values are small (max / 448): raised by this, probability times scale stays normal in float16.
@@ -271,8 +271,8 @@ def decode_attention_kernel(
                 )
                 c_start = c_low // TILE * TILE
     if PDL:
-        _pdl_wait()
-        _pdl_launch()
+        pdl_wait()
+        pdl_launch()
     for stage in gl.static_range(STAGES - 1):
         if issued <= stage:
             if c_item < items:

@@ -62,8 +62,10 @@ def published_name(name: str) -> str:
     found = _spellings().get(_key(name))
     if found is None:
         near = difflib.get_close_matches(_key(name), _spellings(), n=3, cutoff=0.5)
-        names = list(dict.fromkeys(_spellings()[key] for key in near)) or sorted(catalogue_entries())
-        raise EngineError(f"unknown model '{name}': did you mean {' or '.join(names)}?")
+        names = list(dict.fromkeys(_spellings()[key] for key in near))
+        if names:
+            raise EngineError(f"unknown model '{name}': did you mean {' or '.join(names)}?")
+        raise EngineError(f"unknown model '{name}': the models are {', '.join(sorted(catalogue_entries()))}")
     return found
 
 

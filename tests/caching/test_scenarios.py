@@ -11,7 +11,7 @@ from arkbench.report.technique_section import TECHNIQUES, technique_blocks
 from arkbench.scenario import scenario_files
 from tests.report import factory
 
-SMALL = '''
+SMALL = """
 name = "{name}"
 title = "{name}"
 models = ["SmolLM2-135M"]
@@ -19,7 +19,7 @@ repetitions = 1
 [matrix]
 preset = "best"
 switches = {switches}
-'''
+"""
 
 MIXED = (
     SMALL.format(name="paged-attention", switches='{ cache = ["contiguous", "paged"] }')

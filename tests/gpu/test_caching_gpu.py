@@ -40,9 +40,8 @@ def cold(request):
     return request.param, prompts, tokens
 
 
-@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
-@pytest.mark.parametrize("loop", ["driven", "inverted"])
-def test_hits_change_no_token_and_free_pages_never_show(cold, graphs, loop):
+@pytest.mark.parametrize(("loop", "graphs"), [("inverted", True), ("driven", False)])
+def test_hits_change_no_token_and_free_pages_never_show(cold, loop, graphs):
     model, prompts, expected = cold
     engine = load(model, switches={"prompt_cache": "on", "loop": loop}, graphs=graphs)
     poison(engine)
@@ -73,8 +72,10 @@ def test_a_contiguous_cache_changes_no_token(cold):
     engine.close()
 
 
-@pytest.mark.parametrize("cache_dtype", ["bf16", "fp16", "int8", "fp8"])
-@pytest.mark.parametrize("cache", ["paged", "contiguous"])
+@pytest.mark.parametrize(
+    ("cache_dtype", "cache"),
+    [("bf16", "paged"), ("fp16", "paged"), ("int8", "paged"), ("fp8", "paged"), ("int8", "contiguous")],
+)
 def test_every_cache_dtype_answers_and_leaves_nothing(cache_dtype, cache):
     engine = load(MODELS[0], dtype="bf16", switches={"cache_dtype": cache_dtype, "cache": cache})
     poison(engine)

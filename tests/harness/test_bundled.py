@@ -21,6 +21,7 @@ class FakeEngine:
     made: list["FakeEngine"] = []  # noqa: RUF012
     hang: tuple[int, ...] = ()
     piece = 1
+    occupancy = (0, 0)
     die_at: int | None = None
     interrupt_at: int | None = None
 

@@ -104,7 +104,7 @@ class Session:
         if poison:
             for layer in self.cache.layers:
                 for tensor in vars(layer).values():
-                    if tensor is not None:
+                    if isinstance(tensor, Tensor):
                         tensor.fill_(float("nan"))
 
     def feed(self, work: dict[int, list[int]], padding: int = 0, decode: bool | None = None) -> dict[int, Tensor]:

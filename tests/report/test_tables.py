@@ -7,7 +7,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from arkbench.report import build, compare, data, published
+from arkbench.report import build, data, published
 from arkbench.report.blocks import Column, Report, Table
 from arkbench.report.figures import Figure
 from arkbench.report.scenario_section import net_energy
@@ -209,21 +209,6 @@ def test_a_run_that_ended_before_anything_was_measured(tmp_path: Path) -> None:
 def test_a_folder_that_is_no_run_is_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"not a run folder .*; name the folder of a run"):
         data.load([tmp_path])
-
-
-def test_compare_gives_each_cell_with_its_ratio(tmp_path: Path) -> None:
-    a, b = (
-        factory.fused_kernels(tmp_path / "a"),
-        factory.fused_kernels(tmp_path / "b", speed=1.1, commit="cafe12345678"),
-    )
-    extra = factory.decode("fused-kernels", "fused", "Qwen3.8-27B", 128, 9000.0, 0.2)
-    c = factory.write_run(tmp_path / "c", [extra], commit="0123456789ab")
-    tables = {table.key: table for table in compare(a, b)}
-    row = next(row for row in tables["decode_tok"].rows if row[1:2] == ["fused"] and row[4] == "decode-s16-c1000")
-    assert row[5] == Figure(1704, pytest.approx(0.021)) and row[6].value == pytest.approx(1874.4)
-    assert row[7] == pytest.approx(1.1)
-    lonely = next(row for row in {t.key: t for t in compare(a, c)}["decode_tok"].rows if row[4] == "decode-s128-c1000")
-    assert lonely[5] == Figure(None) and lonely[6].value == 9000 and lonely[7] is None
 
 
 def test_energy_stands_gross_and_net() -> None:
