@@ -276,7 +276,9 @@ class Scheduler:
             ready.sort(key=lambda track: track.last_step)
         if self.stages > 1:
             cohort = -(-len(ready) // self.stages)
-            ready = [track for track in ready if track.in_flight < self._decodes_ahead()][:cohort]
+            group = [track for track in ready if track.in_flight < self._decodes_ahead()][:cohort]
+            # In the order of admission, or a request could take the pages of one that is already in the step.
+            ready = group[:1] if alone else [track for track in self.running if track in group]
         pieces: list[Piece] = []
         for track in ready:
             if track in self.running and self._grow(track, track.length):
