@@ -192,7 +192,7 @@ def main() -> None:
     # products then become ten times slower. OpenMP reads this when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
-        code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
+        code = _serve_or_run()
     except (UserError, TargetError) as error:
         _fail(str(error))
     except _UsageError as error:
@@ -205,6 +205,21 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     sys.exit(code)
+
+
+def _serve_or_run() -> int | None:
+    """The command, or, in a further process that torchrun started, the loop of its stage; the exit code."""
+    if int(os.environ.get("RANK", "0")) > 0:
+        from arkbench.targets import bundled
+
+        if bundled.is_further_stage():
+            bundled.serve_stage()
+            return 0
+    try:
+        return app(sys.argv[1:] or ["--help"], standalone_mode=False)
+    finally:
+        if bundled := sys.modules.get("arkbench.targets.bundled"):
+            bundled.end_stages()
 
 
 def _fail(message: str) -> NoReturn:

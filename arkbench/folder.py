@@ -99,6 +99,7 @@ class RunFolder:
         self._requests: LineWriter | None = None
         self._cells: LineWriter | None = None
         self._details: LineWriter | None = None
+        self._timeline: LineWriter | None = None
 
     @staticmethod
     def create(path: Path, plan: Plan, arguments: Sequence[str]) -> RunFolder:
@@ -168,8 +169,16 @@ class RunFolder:
         self._cells = self._cells or LineWriter(self.path / "cells.csv")
         self._cells.write(csv_line(row, CELL_COLUMNS))
 
+    def add_timeline(self, cell: Cell, lines: Sequence[dict[str, Any]], origin: float) -> None:
+        """Which stage worked on which piece when, into timeline.jsonl; times become seconds since the run began."""
+        self._timeline = self._timeline or LineWriter(self.path / "timeline.jsonl")
+        keys = {"scenario": cell.scenario, "variant": cell.variant, "cell": cell.id}
+        for line in lines:
+            times = {name: round(line[name] - origin, 6) for name in ("start_s", "end_s")}
+            self._timeline.write(json.dumps(keys | line | times, separators=(",", ":")))
+
     def close(self) -> None:
-        for writer in (self._requests, self._cells, self._details):
+        for writer in (self._requests, self._cells, self._details, self._timeline):
             if writer is not None:
                 writer.close()
 

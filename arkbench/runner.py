@@ -286,6 +286,9 @@ class Runner:
             self._progress.note(f"{cell.model}, {variant.name}, {cell.id}: {error}")
             return figures.empty_row(cell, repetition, "failed", str(error), records), {}
         duration_s = time.monotonic() - started
+        if repetition == 0 and _draws_timeline(plan, cell):
+            for report in reports:
+                self._folder.add_timeline(cell, report.timeline, self._origin)
         energy, energy_detail = self._energy(cell, records)
         digest = _hash(cell, records, outputs)
         cost = _cost_of(session.info)
@@ -377,6 +380,14 @@ def _hash(
         return None
     known = [(request, output) for request, output in outputs.items() if output is not None]
     return figures.output_hash(known) if known and len(known) == len(records) else None
+
+
+def _draws_timeline(plan: ScenarioPlan, cell: Cell) -> bool:
+    """Of the bursts of one length that whose picture shows enough and can be read: the largest of up to four."""
+    if cell.workload != "burst" or cell.at_once is None:
+        return False
+    sizes = [c.at_once for c in plan.cells if c.workload == "burst" and c.at_once is not None and c.at_once <= 4]
+    return cell.at_once == max(sizes, default=0)
 
 
 def _judge_client(row: Row, reports: Sequence[LoadReport]) -> None:

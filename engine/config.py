@@ -6,6 +6,7 @@ This module imports no torch.
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
@@ -207,6 +208,18 @@ PRESETS: dict[str, Switches] = {
 # ---------------------------------------------------------------------------------------------- the engine
 
 
+def _seconds(variable: str, default: float) -> float:
+    """A time from the environment; raises EngineError where it is none."""
+    text = os.environ.get(variable)
+    try:
+        seconds = default if text is None else float(text)
+    except ValueError:
+        seconds = 0.0
+    if seconds <= 0:
+        raise EngineError(f"{variable}={text}: it takes a number of seconds above 0")
+    return seconds
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """How one engine is started.
@@ -214,7 +227,9 @@ class EngineConfig:
     `weights`: "random", a folder, a GGUF file or a Hub id. `device`: "cuda", "cuda:1" or "cpu".
     `dtype`: activations; None takes bf16 on a GPU and fp32 on a CPU. `cache_tokens`: room of the KV cache in tokens
     (None: what memory allows, or max_streams * max_model_len where that is less). `max_model_len`: longest prompt
-    plus answer. `prefill_tokens`: most prompt tokens in one step.
+    plus answer. `prefill_tokens`: most prompt tokens in one step. `join_timeout_s`: how long the processes of the
+    stages may take to find each other; `silence_s`: after how long without a sign of life a stage is taken to be gone.
+    `timeline`: a file to which is appended which stage worked on which piece when.
     """
 
     model: str
@@ -230,6 +245,9 @@ class EngineConfig:
     stages: int = 1
     seed: int = 0
     graphs: bool = True
+    join_timeout_s: float = field(default_factory=lambda: _seconds("ARKBENCH_JOIN_TIMEOUT", 30.0))
+    silence_s: float = field(default_factory=lambda: _seconds("ARKBENCH_STAGE_TIMEOUT", 15.0))
+    timeline: str | None = None
 
 
 def switch_differences(a: Switches, b: Switches) -> dict[str, tuple[str, str]]:

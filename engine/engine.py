@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
-from engine.cache import Cache, model_state_bytes, model_token_bytes, stored_dtype
+from engine.assemble import Assembled, StageFacts, alone, assemble, quantized_in_words
+from engine.cache import model_state_bytes, model_token_bytes, stored_dtype
 from engine.config import EngineConfig, EngineError, Switches, switch_differences
-from engine.layers.build import Build
 from engine.loops import Loop, StepOutcomes
-from engine.memory import free_memory, plan_memory, snapshot_slots
-from engine.models.decoder import EMBEDDING, HEAD, Decoder, weight_bytes
+from engine.memory import snapshot_slots
 from engine.pages import PagePool
 from engine.prefix import PrefixIndex
 from engine.promptcache import PromptCache
 from engine.request import EngineInfo, Request, TokenEvent
 from engine.scheduler import Outcome, Scheduler
-from engine.stage import Stage
-from engine.weights import DTYPES, WeightSource
-from engine.weights.load import open_weights
+from engine.split import attention_ratio
+from engine.weights import DTYPES
+
+if TYPE_CHECKING:
+    from engine.pipeline import Pipeline
 
 # Switches that can change between two requests without touching weights or cache.
 CHEAP_SWITCHES = frozenset({"loop", "decode_batching", "prefill", "prefill_batching"})
@@ -41,78 +42,53 @@ class Engine:
 
     def _start(self, config: EngineConfig) -> None:
         check(config)
-        clock = _Clock()
         self.config = config
+        self.pipeline: Pipeline | None = None
         device = torch.device(config.device)
-        if device.type == "cuda":
-            device = torch.device("cuda", device.index or 0)
-            torch.cuda.set_device(device)
-        dtype = DTYPES[config.dtype or ("bf16" if device.type == "cuda" else "fp32")]
-        with clock.part("open"):
-            opened = open_weights(config, device, dtype)
-        self.model, self.tokenizer = opened.model, opened.tokenizer
-        memory = plan_memory(self.model, config, dtype, free_memory(device))
-        with clock.part("weights"), torch.inference_mode():
-            decoder = self._build(opened.source, device, dtype)
-        with clock.part("cache"):
-            self._make_stage(decoder, memory.pages, device, dtype)
-        with clock.part("graphs"):
-            if config.graphs and device.type == "cuda":
-                self.stage.capture(config.max_streams, config.switches.kernels)
-        self._requests_seen = 0
-        self._events: list[TokenEvent] = []
-        self.info = self._describe(decoder, memory.pages, dtype, clock, opened.notes)
+        if config.stages == 1:
+            own = assemble(config, alone(device))
+            facts, runner = own.facts, own.stage
+        else:
+            from engine.pipeline import Pipeline
 
-    def _build(self, source: WeightSource, device: torch.device, dtype: torch.dtype) -> Decoder:
-        kernels, positions = self.config.switches.kernels, self.config.max_model_len
-        decoder = Decoder(Build(self.model, source, device, dtype, kernels, positions))
-        unused = source.unused()
-        if unused:
-            raise EngineError(
-                f"{self.config.weights}: {len(unused)} tensors that {self.model.family} does not have, the first "
-                f"'{unused[0]}'; is this checkpoint of another architecture?"
-            )
-        return decoder
-
-    def _make_stage(self, decoder: Decoder, pages: int, device: torch.device, dtype: torch.dtype) -> None:
-        config = self.config
-        max_pages = -(-config.max_model_len // config.page_size)
-        snapshots = snapshot_slots(self.model, config)
-        prompt_cache = None
-        self.pool = PagePool(pages)
-        if config.switches.prompt_cache == "on":
-            slots = range(config.max_streams + 1, config.max_streams + 1 + snapshots)
-            self.pool.keeper = index = PrefixIndex(config.page_size, slots)
-            prompt_cache = PromptCache(index, self.pool, recurrent=snapshots > 0)
-        cache = Cache.allocate(
-            [layer.mixer for layer in self.model.layers], pages, config.page_size, config.max_streams, max_pages,
-            stored_dtype(config.switches.cache_dtype, dtype), dtype, device, snapshots,
-            config.switches.cache == "contiguous",
-        )  # fmt: skip
-        self.stage = Stage(decoder, cache, device, config.max_streams, config.max_model_len)
+            self.pipeline = runner = Pipeline(config)
+            own, facts = runner.own, runner.facts
+        self.model, self.tokenizer, self.stage = own.model, own.tokenizer, own.stage
+        self.pool = PagePool(own.pages)
         self.scheduler = Scheduler(
             self.pool, config.page_size, config.max_streams, config.max_model_len, config.prefill_tokens,
-            config.switches, frozenset(self.model.eos_token_ids), prompt_cache,
+            config.switches, frozenset(self.model.eos_token_ids), self._prompt_cache(), config.stages,
+            attention_ratio(self.model),
         )  # fmt: skip
-        self.loop = Loop(config.switches.loop, self.scheduler, self.stage)
+        self.loop = Loop(config.switches.loop, self.scheduler, runner, config.stages)
+        self._requests_seen = 0
+        self._events: list[TokenEvent] = []
+        self.info = self._describe(own, facts)
 
-    def _describe(
-        self, decoder: Decoder, pages: int, dtype: torch.dtype, clock: _Clock, notes: tuple[str, ...]
-    ) -> EngineInfo:
-        total, step = weight_bytes(decoder)
-        stored = stored_dtype(self.config.switches.cache_dtype, dtype)
+    def _prompt_cache(self) -> PromptCache | None:
+        if self.config.switches.prompt_cache == "off":
+            return None
+        first, snapshots = self.config.max_streams + 1, snapshot_slots(self.model, self.config)
+        self.pool.keeper = index = PrefixIndex(self.config.page_size, range(first, first + snapshots))
+        return PromptCache(index, self.pool, recurrent=snapshots > 0)
+
+    def _describe(self, own: Assembled, facts: StageFacts) -> EngineInfo:
+        stored = stored_dtype(self.config.switches.cache_dtype, own.dtype)
+        notes = own.notes
         if stored == torch.float32:
             notes = (*notes, "the cache is kept in fp32, like the activations")
+        if self.pipeline is not None:
+            notes = (*notes, self.pipeline.described)
         return EngineInfo(
             model=self.model.name,
-            device=_device_name(torch.device(self.config.device)),
-            weight_bytes=total,
-            step_weight_bytes=step,
+            device=_device_name(own.stage.device),
+            weight_bytes=facts.weight_bytes,
+            step_weight_bytes=facts.step_weight_bytes,
             cache_bytes_per_token=model_token_bytes(self.model, stored),
-            state_bytes_per_request=model_state_bytes(self.model, dtype),
-            cache_tokens=(pages - 1) * self.config.page_size,
-            quantized=_quantized(decoder),
-            start_seconds=clock.parts,
+            state_bytes_per_request=model_state_bytes(self.model, own.dtype),
+            cache_tokens=(own.pages - 1) * self.config.page_size,
+            quantized=quantized_in_words(facts),
+            start_seconds=own.seconds,
             notes=notes,
         )
 
@@ -137,6 +113,10 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work() or bool(self._events)
 
+    def requests(self) -> list[str]:
+        """The ids of the requests that have not ended."""
+        return self.scheduler.requests()
+
     @property
     def occupancy(self) -> tuple[int, int]:
         """(requests in the cache, requests that wait for room in it)"""
@@ -150,6 +130,8 @@ class Engine:
             events += _events(done, time.monotonic())
         if not self.scheduler.has_work():
             self.loop.drain()
+            if self.pipeline is not None:
+                self.pipeline.write_timeline()
         return events
 
     def set_switches(self, switches: Switches) -> None:
@@ -167,15 +149,17 @@ class Engine:
             return
         self.config = config
         if "kernels" in changed:
-            self.stage.decoder.set_kernels(switches.kernels)
-            if self.stage.graphs is not None:
-                self.stage.capture(config.max_streams, switches.kernels)
+            (self.pipeline or self.stage).set_kernels(switches.kernels)
         self.scheduler.switches = switches
         self.loop.kind = switches.loop
 
     def close(self) -> None:
         """Gives the memory back; the engine is of no further use."""
-        self.loop.drain()
+        with suppress(EngineError):
+            self.loop.drain()
+        if self.pipeline is not None:
+            self.pipeline.close()
+        self.pipeline = None
         del self.stage, self.loop
         if self.config.device.startswith("cuda"):
             torch.cuda.empty_cache()
@@ -184,8 +168,8 @@ class Engine:
 def check(config: EngineConfig) -> None:
     """Refuses what cannot run before anything starts: EngineError with the reason."""
     switches = config.switches
-    if config.stages != 1:
-        raise EngineError(f"stages={config.stages}: this engine runs one stage")
+    if config.stages < 1:
+        raise EngineError(f"stages={config.stages}: a model has at least one stage")
     if switches.cache == "contiguous" and switches.prompt_cache == "on":
         raise EngineError("prompt_cache=on needs pages that requests can share; take cache=paged with it")
     if switches.cache == "contiguous" and config.cache_tokens is not None:
@@ -204,37 +188,8 @@ def check(config: EngineConfig) -> None:
             raise EngineError(f"{name} must be 1 or more, not {getattr(config, name)}")
 
 
-class _Clock:
-    """Seconds of each part of the start."""
-
-    def __init__(self) -> None:
-        self.parts: dict[str, float] = {}
-
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        begin = time.monotonic()
-        yield
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-        self.parts[name] = round(time.monotonic() - begin, 3)
-
-
 def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-
-
-def _quantized(decoder: Decoder) -> str:
-    """Which matrices are 4-bit, in words."""
-    linears = decoder.linears
-    dense = [name for name, linear in linears.items() if not linear.quantized]
-    if not dense:
-        return "every matrix and the output head in 4 bits; embedding table and norms in 16 or 32 bits"
-    if len(dense) == len(linears):
-        return f"nothing: every matrix in {str(next(iter(linears.values())).weight.dtype).removeprefix('torch.')}"
-    heads = {EMBEDDING, HEAD}
-    kinds = sorted({part.split(".")[-1] for name in set(dense) - heads for part in name.split("+")})
-    kinds += ["the output head"] if heads & set(dense) else []
-    return f"every matrix in 4 bits but {', '.join(kinds)}"
 
 
 def _event(outcome: Outcome, now: float, logprobs: tuple | None) -> TokenEvent:

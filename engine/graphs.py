@@ -16,6 +16,7 @@ from engine.inputs import StepInputs, StepShape
 from engine.scheduler import StepPlan
 
 if TYPE_CHECKING:
+    from engine.order import StepOrder
     from engine.stage import Stage
 
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
@@ -31,6 +32,37 @@ def buckets_up_to(max_streams: int) -> tuple[int, ...]:
     return tuple(b for b in steps if b <= largest)
 
 
+@dataclass(frozen=True)
+class GraphShapes:
+    """The shapes of captured steps, smallest first: the same on every stage of a model."""
+
+    decode: tuple[StepShape, ...]
+    prompt: tuple[StepShape, ...]
+
+    @staticmethod
+    def of(max_streams: int, max_model_len: int, prompts: bool) -> GraphShapes:
+        """`prompts`: short prompts too."""
+        together = min(PROMPTS_TOGETHER, max_streams)
+        lengths = [n for n in PROMPT_BUCKETS if prompts and n <= max_model_len]
+        return GraphShapes(
+            tuple(StepShape(n, n, n) for n in buckets_up_to(max_streams)),
+            tuple(StepShape(n, together, together) for n in lengths),
+        )
+
+    @property
+    def most_rows(self) -> int:
+        return max(shape.rows for shape in (*self.decode, *self.prompt))
+
+    def holding(self, plan: StepPlan) -> StepShape | None:
+        """The smallest captured shape that holds the plan; None when none does or a prompt yields no token."""
+        requests, rows = len(plan.pieces), sum(piece.count for piece in plan.pieces)
+        if plan.decode:
+            return next(shape for shape in self.decode if shape.rows >= rows)
+        if not all(piece.samples for piece in plan.pieces):
+            return None
+        return next((s for s in self.prompt if s.rows >= rows and s.requests >= requests), None)
+
+
 @dataclass
 class _Captured:
     graph: torch.cuda.CUDAGraph
@@ -43,21 +75,22 @@ class Graphs:
 
     A step of n rows is replayed in the smallest bucket that holds n; the rest of its rows are padding (slot 0 and
     kv_len 0 in decode steps; rows of no request in prompt steps). The bound on kv_len in a graph is the longest
-    request the engine takes.
+    request the engine takes. `hidden_in`, `hidden_out` [most rows, hidden]: where a stage that is not the first finds
+    what the one before made, and where one that is not the last leaves what it made.
     """
 
-    def __init__(self, stage: Stage, max_streams: int, prompts: bool) -> None:
+    def __init__(self, stage: Stage, shapes: GraphShapes) -> None:
         self.stage = stage
+        self.shapes = shapes
         self._captured: dict[tuple[StepShape, bool], _Captured] = {}
         self._pool = torch.cuda.graph_pool_handle()
-        together = min(PROMPTS_TOGETHER, max_streams)
-        self._decode = [StepShape(n, n, n) for n in buckets_up_to(max_streams)]
-        self._prompt = [
-            StepShape(n, together, together) for n in PROMPT_BUCKETS if prompts and n <= stage.max_model_len
-        ]
-        for shape in reversed(self._prompt):
+        rows = (shapes.most_rows, stage.decoder.config.hidden)
+        hidden = {"dtype": stage.dtype, "device": stage.device}
+        self.hidden_in = None if stage.decoder.is_first else torch.zeros(rows, **hidden)
+        self.hidden_out = None if stage.decoder.is_last else torch.zeros(rows, **hidden)
+        for shape in reversed(shapes.prompt):
             self._take(shape, decode=False, greedy=True)
-        for shape in reversed(self._decode):
+        for shape in reversed(shapes.decode):
             self._take(shape, decode=True, greedy=True)
 
     def _take(self, shape: StepShape, decode: bool, greedy: bool) -> _Captured:
@@ -73,7 +106,12 @@ class Graphs:
         def step() -> None:
             inputs = StepInputs.over(buffer, shape)
             max_query = 1 if decode else shape.rows
-            stage.choose(stage.forward(inputs, decode, max_query, stage.max_model_len), inputs, greedy)
+            residual = None if self.hidden_in is None else self.hidden_in[: shape.rows]
+            result = stage.forward(inputs, decode, max_query, stage.max_model_len, residual)
+            if self.hidden_out is None:
+                stage.choose(result, inputs, greedy)
+            else:
+                self.hidden_out[: shape.rows].copy_(result)
 
         side = torch.cuda.Stream(stage.device)
         side.wait_stream(torch.cuda.current_stream(stage.device))
@@ -85,17 +123,15 @@ class Graphs:
             step()
         return _Captured(graph, shape, buffer)
 
-    def shape_for(self, plan: StepPlan) -> StepShape | None:
-        """The smallest captured shape that holds the plan; None when none does or a prompt yields no token."""
-        requests, rows = len(plan.pieces), sum(piece.count for piece in plan.pieces)
-        if plan.decode:
-            return next(shape for shape in self._decode if shape.rows >= rows)
-        if not all(piece.samples for piece in plan.pieces):
-            return None
-        return next((s for s in self._prompt if s.rows >= rows and s.requests >= requests), None)
+    def replay(self, order: StepOrder, residual: Tensor | None) -> Tensor | None:
+        """Runs a step in its captured shape. `residual` [rows, hidden]: from the stage before.
 
-    def replay(self, plan: StepPlan, shape: StepShape, ring_row: int, greedy: bool) -> None:
-        """Runs a step in a captured shape; `greedy`: none of its requests draws."""
-        captured = self._take(shape, plan.decode, greedy)
-        self.stage.upload(plan, ring_row, captured.shape, captured.buffer)
+        Returns the residual for the next stage in a buffer that the next replay overwrites, or None on the last stage.
+        """
+        # A stage that does not sample needs no second graph for rows that draw.
+        captured = self._take(order.shape, order.decode, order.greedy or self.hidden_out is not None)
+        self.stage.upload(order, captured.buffer)
+        if residual is not None and self.hidden_in is not None:
+            self.hidden_in[: order.rows].copy_(residual)
         captured.graph.replay()
+        return None if self.hidden_out is None else self.hidden_out[: order.rows]

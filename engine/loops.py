@@ -15,14 +15,39 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 from engine.request import SamplingParams
 from engine.sampler import TokenLogprobs
 from engine.scheduler import Outcome, Scheduler, StepPlan
-from engine.stage import Stage, StepResult
 
-STEPS_AHEAD = {"driven": 1, "inverted": 2}
+
+class Result(Protocol):
+    """A step in flight."""
+
+    plan: StepPlan
+    logprobs: list[TokenLogprobs | None] | None
+
+    def ready(self) -> bool:
+        """Whether `wait` would return at once."""
+        ...
+
+    def wait(self) -> list[int]:
+        """The sampled tokens; `logprobs` is set from then on."""
+        ...
+
+
+class Runner(Protocol):
+    """What executes steps: a stage that is the whole model, or a pipeline of stages."""
+
+    resident: bool
+
+    def launch(self, plan: StepPlan, banned: list[tuple[int, frozenset[int]]]) -> Result: ...
+
+
+def steps_ahead(loop: str, stages: int) -> int:
+    """Most steps in flight."""
+    return stages if loop == "driven" else 2 * stages
 
 
 @dataclass
@@ -35,25 +60,29 @@ class StepOutcomes:
 
 @dataclass
 class Loop:
-    """Keeps up to `STEPS_AHEAD[kind]` steps in flight on one stage."""
+    """Keeps up to `steps_ahead(kind, stages)` steps in flight."""
 
     kind: Literal["driven", "inverted"]
     scheduler: Scheduler
-    stage: Stage
-    _flying: deque[StepResult] = field(default_factory=deque)
+    runner: Runner
+    stages: int = 1
+    _flying: deque[Result] = field(default_factory=deque)
 
     def advance(self) -> StepOutcomes | None:
         """Launches what can be launched, then waits for the oldest step; None when nothing is in flight."""
-        self.stage.resident = self.kind == "inverted"
-        while len(self._flying) < STEPS_AHEAD[self.kind]:
+        self.runner.resident = self.kind == "inverted"
+        while len(self._flying) < steps_ahead(self.kind, self.stages):
             plan = self.scheduler.plan()
             if plan is None:
                 break
-            self._flying.append(self.stage.launch(plan, self._banned(plan)))
+            self._flying.append(self.runner.launch(plan, self._banned(plan)))
+            if self._flying[0].ready():
+                break
         if not self._flying:
             return None
         result = self._flying.popleft()
-        return StepOutcomes(self.scheduler.complete(result.plan, result.wait()), result.logprobs)
+        tokens = result.wait()
+        return StepOutcomes(self.scheduler.complete(result.plan, tokens), result.logprobs)
 
     def drain(self) -> None:
         """Waits for the steps in flight, so that what they held back is free; for when no request is left."""

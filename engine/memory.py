@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -87,13 +87,26 @@ def free_memory(device: torch.device) -> int | None:
         return None
 
 
-def plan_memory(model: ModelConfig, config: EngineConfig, activations: torch.dtype, free: int | None) -> MemoryPlan:
-    """How the memory is divided; raises EngineError, naming what would fit, when the model does not."""
+def plan_memory(
+    model: ModelConfig,
+    config: EngineConfig,
+    activations: torch.dtype,
+    free: int | None,
+    layers: tuple[int, int] | None = None,
+) -> MemoryPlan:
+    """How the memory is divided; raises EngineError, naming what would fit, when the model does not.
+
+    `layers`: the (first, last) that a stage holds, `last` exclusive; the whole model by default.
+    """
+    first, last = layers or (0, len(model.layers))
+    embeds, samples = first == 0, last == len(model.layers)
+    model = replace(model, layers=model.layers[first:last])
     matrices, table = model_weights(model)
     per_weight = _BYTES.get(config.switches.weights_dtype, BYTES_PER_4BIT_WEIGHT)
-    shared = model.tied_embeddings and _BYTES.get(config.switches.weights_dtype) == activations.itemsize
-    weights = int(matrices * per_weight) + (0 if shared else table * activations.itemsize)
-    if config.weights != "random" and config.switches.weights_dtype == "int4" and not model.tied_embeddings:
+    shared = model.tied_embeddings and samples and _BYTES.get(config.switches.weights_dtype) == activations.itemsize
+    weights = int((matrices if samples else matrices - table) * per_weight)
+    weights += 0 if shared or not embeds else table * activations.itemsize
+    if config.weights != "random" and config.switches.weights_dtype == "int4" and not model.tied_embeddings and samples:
         weights += int(table * (activations.itemsize - per_weight))  # checkpoints keep a dense head as it is
     stored = stored_dtype(config.switches.cache_dtype, activations)
     state = model_state_bytes(model, activations) * (config.max_streams + 1 + snapshot_slots(model, config))

@@ -68,6 +68,10 @@ class DownRing:
             self._host[row].copy_(self.tokens[row], non_blocking=True)
             self._arrived[row].record(self._stream)
 
+    def arrived(self, row: int) -> bool:
+        """Whether `read` would not wait."""
+        return not self.on_gpu or self._arrived[row].query()
+
     def read(self, row: int, count: int) -> list[int]:
         """Waits for the row and returns its first `count` tokens."""
         if not self.on_gpu:

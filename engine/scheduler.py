@@ -7,9 +7,10 @@ others have computed of its tokens.
 
 Policy. Requests are admitted first come, first served, while there is a slot and room in the cache. A step is either
 of prompts or of decodes; while there are both, they take turns, so at most one step of prompt pieces (`prefill_tokens`
-tokens) stands between two tokens of a running answer. When pages run out, the request admitted last gives up its own
-and is computed again later. A contiguous cache sets `max_model_len` tokens aside for every slot: pages never run out,
-but there are fewer slots.
+tokens) stands between two tokens of a running answer. Over several stages the decoding requests go round in as many
+groups as there are stages, and while prompts are read a decode step enters when the tokens it needs are back, prompt
+pieces meanwhile. When pages run out, the request admitted last gives up its own and is computed again later. A
+contiguous cache sets `max_model_len` tokens aside for every slot: pages never run out, but there are fewer slots.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 
 from engine.config import EngineError, Switches
 from engine.pages import PagePool
+from engine.pieces import PieceSizer
 from engine.promptcache import Found, Memory, PromptCache
 from engine.request import FinishReason, Request
 
@@ -107,7 +109,7 @@ class Outcome:
 class Scheduler:
     """Plans steps and takes their results. `stop_ids`: the model's end-of-text tokens.
 
-    `prompt_cache`: None with the switch off.
+    `prompt_cache`: None with the switch off. `attention_ratio`: of pieces over several stages (`engine/pieces.py`).
     """
 
     def __init__(
@@ -120,6 +122,8 @@ class Scheduler:
         switches: Switches,
         stop_ids: frozenset[int] = frozenset(),
         prompt_cache: PromptCache | None = None,
+        stages: int = 1,
+        attention_ratio: float = 0.0,
     ) -> None:
         self.pool = pool
         self.page_size = page_size
@@ -129,6 +133,8 @@ class Scheduler:
         self.prefill_tokens = prefill_tokens
         self.switches = switches
         self.stop_ids = stop_ids
+        self.stages = stages
+        self.sizer = PieceSizer(stages, prefill_tokens, attention_ratio)
         self.prompt_cache = prompt_cache
         self.waiting: deque[Track] = deque()
         self.running: list[Track] = []
@@ -141,6 +147,7 @@ class Scheduler:
         self._fresh_slots: list[int] = []
         self._restores: list[tuple[int, int]] = []
         self._prompts_ran_last = False
+        self._prompt_steps = 0
 
     # ------------------------------------------------------------------------------------------ requests
 
@@ -181,6 +188,10 @@ class Scheduler:
             track.finished = "cancelled"
             del self._tracks[request_id]
         return Outcome(track, None, "cancelled")
+
+    def requests(self) -> list[str]:
+        """The ids of the requests that have not ended."""
+        return list(self._tracks)
 
     def has_work(self) -> bool:
         return bool(self._tracks)
@@ -225,8 +236,10 @@ class Scheduler:
         return needed + reserved <= self.pool.free
 
     def _prompt_pieces(self) -> list[Piece]:
+        if self._prompt_steps and self.stages > 1 and self.switches.prefill != "pipelined":
+            return []
         whole = self.switches.prefill == "whole"
-        budget = self.prefill_tokens
+        budget, time = self.prefill_tokens, self._piece_time()
         pieces: list[Piece] = []
         for track in [t for t in self.running if t.prompting]:
             if budget <= 0 or track not in self.running:
@@ -237,19 +250,33 @@ class Scheduler:
             count = remaining if whole else min(remaining, budget)
             if track.memory.cut > track.scheduled:
                 count = min(count, track.memory.cut - track.scheduled)
-            if (pieces and count > budget) or not self._grow(track, track.scheduled + count):
+            if time is not None:
+                count = min(count, self.sizer.count(time, track.scheduled) if time > 0 else 0)
+            if (pieces and count > budget) or count == 0 or not self._grow(track, track.scheduled + count):
                 break
+            if time is not None:
+                time -= self.sizer.time(track.scheduled, count)
             pieces.append(self._advance(track, count, samples=count == remaining))
             budget -= count
             if self.switches.prefill_batching == "off":
                 break
         return pieces
 
+    def _piece_time(self) -> float | None:
+        """The time that one prompt step may take where steps should take equal time: pipelined over stages."""
+        if self.stages == 1 or self.switches.prefill != "pipelined":
+            return None
+        waiting = sum(t.length - t.scheduled for t in (*self.running, *self.waiting) if t.prompting)
+        return self.sizer.budget(waiting)
+
     def _decode_pieces(self) -> list[Piece]:
         alone = self.switches.decode_batching == "off"
         ready = [track for track in self.running if track.decoding]
-        if alone:
+        if alone or self.stages > 1:
             ready.sort(key=lambda track: track.last_step)
+        if self.stages > 1:
+            cohort = -(-len(ready) // self.stages)
+            ready = [track for track in ready if track.in_flight < self._decodes_ahead()][:cohort]
         pieces: list[Piece] = []
         for track in ready:
             if track in self.running and self._grow(track, track.length):
@@ -257,6 +284,15 @@ class Scheduler:
                 if alone:
                     break
         return pieces
+
+    def _decodes_ahead(self) -> int:
+        """Steps of one request that may be in flight over several stages, the new one counted.
+
+        A step that is launched before its token is back keeps the first stage waiting for it: that is no loss only
+        where no prompt could be read meanwhile.
+        """
+        prompts = any(track.prompting for track in self.running)
+        return 1 if prompts or self.switches.loop == "driven" else 2
 
     def _advance(self, track: Track, count: int, samples: bool) -> Piece:
         """The request's next piece, which counts as computed from here on."""
@@ -273,6 +309,7 @@ class Scheduler:
         return piece
 
     def _commit(self, pieces: list[Piece], decode: bool) -> StepPlan:
+        self._prompt_steps += not decode
         plan = StepPlan(
             self.step, tuple(pieces), decode, tuple(self._fresh_slots), tuple(self._new_pages), tuple(self._restores),
             tuple(self._snapshots(pieces, decode)),
@@ -380,6 +417,7 @@ class Scheduler:
 
     def complete(self, plan: StepPlan, tokens: list[int]) -> list[Outcome]:
         """Takes the sampled tokens of a step that is over, one for each piece that samples, in order."""
+        self._prompt_steps -= not plan.decode
         outcomes = []
         sampled = iter(enumerate(tokens))
         for piece in plan.pieces:

@@ -1,4 +1,4 @@
-"""Runs planned steps on one device: packs what the step needs, launches it, and hands back the tokens.
+"""Runs ordered steps on one device: uploads what the step needs, launches it, and hands back the tokens.
 
 On a GPU nothing here waits: inputs go up through a ring of pinned buffers, sampled tokens stay on the device in the
 token pool (where the next decode step finds them) and come down through a ring of their own.
@@ -6,26 +6,23 @@ token pool (where the next decode step finds them) and come down through a ring 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from engine.cache import Cache
 from engine.config import Attention, DenseFfn, LayerSpec
-from engine.graphs import Graphs
-from engine.inputs import StepInputs, StepShape
+from engine.graphs import Graphs, GraphShapes
+from engine.inputs import StepInputs
 from engine.kernels._launch import whole
 from engine.kernels.sample import sample
+from engine.layers.linear import Kernels
 from engine.models.decoder import Decoder
-from engine.request import SamplingParams
+from engine.order import Banned, StepOrder, make_order
 from engine.rings import DownRing, UpRing
-from engine.sampler import TokenLogprobs, forbid, is_greedy, is_plain, log_probabilities
-from engine.scheduler import Piece, StepPlan
-
-RING_DEPTH = 4
+from engine.sampler import TokenLogprobs, forbid, log_probabilities
+from engine.scheduler import StepPlan
 
 
 @dataclass
@@ -38,89 +35,128 @@ class StepResult:
     samples: int
     logprobs: list[TokenLogprobs | None] | None = None
 
+    def ready(self) -> bool:
+        return self.ring.arrived(self.row)
+
     def wait(self) -> list[int]:
         return self.ring.read(self.row, self.samples)
 
 
 class Stage:
-    """A decoder, its cache and the buffers of its steps.
+    """A decoder (the whole model or a range of its layers), its cache and the buffers of its steps.
 
     `resident`: decode steps take their tokens from the token pool on the device and run as captured graphs; without
-    it (the driven loop) they take them from the host and are launched kernel by kernel.
+    it (the driven loop) they take them from the host and are launched kernel by kernel. `ring_depth`: more than the
+    steps that may be in flight.
     """
 
     def __init__(
-        self, decoder: Decoder, cache: Cache, device: torch.device, max_streams: int, max_model_len: int
+        self,
+        decoder: Decoder,
+        cache: Cache,
+        device: torch.device,
+        dtype: torch.dtype,
+        max_streams: int,
+        max_model_len: int,
+        ring_depth: int,
     ) -> None:
         self.decoder = decoder
         self.cache = cache
         self.device = device
+        self.dtype = dtype
+        self.max_streams = max_streams
         self.max_model_len = max_model_len
+        self.ring_depth = ring_depth
         self.token_pool = torch.zeros(max_streams + 1, dtype=torch.int32, device=device)
-        self.up = UpRing(device, RING_DEPTH)
-        self.down = DownRing(device, RING_DEPTH, max_streams)
+        self.up = UpRing(device, ring_depth)
+        self.down = DownRing(device, ring_depth, max_streams)
         self.graphs: Graphs | None = None
         self._graphs_by_kernels: dict[str, Graphs] = {}
         self.resident = True
 
     @torch.inference_mode()
-    def capture(self, max_streams: int, kernels: str) -> None:
+    def capture(self, kernels: Kernels) -> None:
         """Captures the steps that are replayed; those of each kind of kernels are kept."""
         if kernels not in self._graphs_by_kernels:
             # The standard kernels unpack whole matrices: there the GPU is the limit, not the host's launches.
             prompts = kernels == "fused" and all(plain_layer(layer) for layer in self.decoder.config.layers)
-            self._graphs_by_kernels[kernels] = Graphs(self, max_streams, prompts)
+            shapes = GraphShapes.of(self.max_streams, self.max_model_len, prompts)
+            self._graphs_by_kernels[kernels] = Graphs(self, shapes)
         self.graphs = self._graphs_by_kernels[kernels]
 
-    @torch.inference_mode()
-    def launch(self, plan: StepPlan, banned: list[tuple[int, frozenset[int]]]) -> StepResult:
-        """Starts a step. `banned`: (sampled row, tokens that may not be chosen there)."""
-        self.cache.update_table(plan.fresh_slots, plan.new_pages)
-        self.cache.copy_states(plan.restores)
-        sampling = [piece.track.request.sampling for piece in plan.pieces if piece.samples]
-        plain = not banned and all(is_plain(s) for s in sampling)
-        row = plan.step % RING_DEPTH
-        shape = self.graphs.shape_for(plan) if plain and self.resident and self.graphs is not None else None
-        if shape is not None:
-            self.graphs.replay(plan, shape, row, is_greedy(sampling))
-            logprobs = None
-        else:
-            logprobs = self._run_eagerly(plan, row, banned, sampling)
-        self.cache.copy_states(plan.snapshots)
+    def set_kernels(self, kernels: Kernels) -> None:
+        """Turns the switch `kernels`."""
+        self.decoder.set_kernels(kernels)
+        if self.graphs is not None:
+            self.capture(kernels)
+
+    def synchronize(self) -> None:
+        """Waits for the device: what the driven loop does before it hands a step over."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def order(self, plan: StepPlan, banned: Banned) -> StepOrder:
+        """The plan as numbers, in the form that this stage (and every other of the model) executes."""
+        shapes = None if self.graphs is None else self.graphs.shapes
+        return make_order(plan, banned, self.cache.page_size, self.ring_depth, self.resident, shapes)
+
+    def launch(self, plan: StepPlan, banned: Banned) -> StepResult:
+        """Starts a step of a model that is whole here. `banned`: (sampled row, tokens that may not be chosen there)."""
+        order = self.order(plan, banned)
+        _, logprobs = self.execute(order)
+        row = order.step % self.ring_depth
         self.down.fetch(row)
-        return StepResult(plan, self.down, row, len(sampling), logprobs)
+        return StepResult(plan, self.down, row, order.samples, logprobs)
+
+    @torch.inference_mode()
+    def execute(
+        self, order: StepOrder, residual: Tensor | None = None
+    ) -> tuple[Tensor | None, list[TokenLogprobs | None] | None]:
+        """Runs a step. `residual` [rows, hidden]: from the stage before, overwritten.
+
+        Returns (residual for the next stage, or None on the last; log probabilities of the sampled rows, where wanted).
+        The residual of a captured step must be copied before the next step.
+        """
+        self.cache.update_table(order.fresh_slots, order.new_pages)
+        self.cache.copy_states(order.restores)
+        if order.graph and self.graphs is not None:
+            result = self.graphs.replay(order, residual), None
+        else:
+            result = self._run_eagerly(order, residual)
+        self.cache.copy_states(order.snapshots)
+        return result
 
     def _run_eagerly(
-        self, plan: StepPlan, row: int, banned: list[tuple[int, frozenset[int]]], sampling: list[SamplingParams]
-    ) -> list[TokenLogprobs | None] | None:
-        shape = plan_shape(plan)
-        inputs = self.upload(plan, row, shape, None)
-        longest = max(piece.start + piece.count for piece in plan.pieces)
-        logits = self.forward(inputs, plan.decode, max(piece.count for piece in plan.pieces), longest)
-        if shape.samples == 0:
-            return None
-        wanted = [params.logprobs for params in sampling]
-        wants_logprobs = any(n is not None for n in wanted)
-        if banned or wants_logprobs:
-            logits = forbid(whole(logits), banned)
-        tokens = self.choose(logits, inputs, is_greedy(sampling))
-        if not wants_logprobs:
-            return None
-        return log_probabilities(logits, tokens, wanted)
+        self, order: StepOrder, residual: Tensor | None
+    ) -> tuple[Tensor | None, list[TokenLogprobs | None] | None]:
+        inputs = self.upload(order, None)
+        result = self.forward(inputs, order.decode, order.max_query, order.max_kv, residual)
+        if not self.decoder.is_last:
+            return result, None
+        return None, self._sample(order, inputs, result) if order.samples else None
 
-    def upload(self, plan: StepPlan, row: int, shape: StepShape, into: Tensor | None) -> StepInputs:
-        """Packs the plan and copies it to the device: into the buffer `into`, or into a new one."""
-        nbytes = StepInputs.nbytes(shape)
+    def _sample(self, order: StepOrder, inputs: StepInputs, logits: Tensor) -> list[TokenLogprobs | None] | None:
+        if order.banned or order.logprobs:
+            logits = forbid(whole(logits), order.banned)
+        tokens = self.choose(logits, inputs, order.greedy)
+        return log_probabilities(logits, tokens, order.logprobs) if order.logprobs else None
+
+    def upload(self, order: StepOrder, into: Tensor | None) -> StepInputs:
+        """Copies a step's numbers to the device: into the buffer `into`, or into a new one."""
+        nbytes = order.packed.nbytes
         host = self.up.take(nbytes)
-        fill(StepInputs.over(host, shape).numpy(), plan, row, self.cache.page_size)
-        return StepInputs.over(self.up.send(host, nbytes, into), shape)
+        host[:nbytes].numpy()[:] = order.packed
+        return StepInputs.over(self.up.send(host, nbytes, into), order.shape)
 
-    def forward(self, inputs: StepInputs, decode: bool, max_query: int, max_kv: int) -> Tensor:
-        """The decoder over the packed inputs: logits [S, vocab] or Partials."""
-        if decode and self.resident:
+    def forward(
+        self, inputs: StepInputs, decode: bool, max_query: int, max_kv: int, residual: Tensor | None = None
+    ) -> Tensor:
+        """The decoder over the packed inputs: logits [S, vocab] or Partials on the last stage, else the residual."""
+        if decode and self.resident and self.decoder.is_first:
             inputs.tokens = self.token_pool.index_select(0, inputs.state_slots)
         page_table = self.cache.page_table.index_select(0, inputs.state_slots)
-        return self.decoder(inputs.batch(page_table, decode, max_query, max_kv), self.cache.layers)
+        batch = inputs.batch(page_table, decode, max_query, max_kv)
+        return self.decoder(batch, self.cache.layers, residual)
 
     def choose(self, logits: Tensor, inputs: StepInputs, greedy: bool) -> Tensor:
         """Samples (`greedy`: no row draws); the tokens [S] int32 go into the token pool and into the output ring."""
@@ -133,65 +169,3 @@ class Stage:
 def plain_layer(layer: LayerSpec) -> bool:
     """Whether a layer takes rows of no request, which pad a captured prompt step."""
     return isinstance(layer.mixer, Attention) and isinstance(layer.ffn, DenseFfn)
-
-
-def plan_shape(plan: StepPlan) -> StepShape:
-    return StepShape(
-        rows=sum(piece.count for piece in plan.pieces),
-        requests=len(plan.pieces),
-        samples=sum(piece.samples for piece in plan.pieces),
-    )
-
-
-def fill(arrays: dict[str, np.ndarray], plan: StepPlan, ring_row: int, page_size: int) -> None:
-    """Writes a plan into the host's arrays; rows past the plan's (of a graph's bucket) are padding: all zeros."""
-    pieces, count = plan.pieces, len(plan.pieces)
-    for array in arrays.values():
-        array[...] = 0
-    arrays["ring"][0] = ring_row
-    arrays["state_slots"][:count] = [piece.slot for piece in pieces]
-    arrays["kv_len"][:count] = [piece.start + piece.count for piece in pieces]
-    ends = np.cumsum([piece.count for piece in pieces])
-    starts = arrays["query_start"]
-    starts[1 : count + 1] = ends
-    starts[count + 1 :] = ends[-1] + (np.arange(1, len(starts) - count) if plan.decode else 0)
-    if plan.decode:
-        _fill_decode_rows(arrays, pieces, page_size)
-    else:
-        _fill_prompt_rows(arrays, pieces, page_size)
-    _fill_samples(arrays, [(piece, end) for piece, end in zip(pieces, ends.tolist(), strict=True) if piece.samples])
-
-
-def _fill_decode_rows(arrays: dict[str, np.ndarray], pieces: Sequence[Piece], page_size: int) -> None:
-    count = len(pieces)
-    arrays["positions"][:count] = [piece.start for piece in pieces]
-    arrays["slots"][:count] = [
-        piece.track.pages[piece.start // page_size] * page_size + piece.start % page_size for piece in pieces
-    ]
-    arrays["tokens"][:count] = [
-        piece.track.tokens[piece.start] if piece.start < len(piece.track.tokens) else 0 for piece in pieces
-    ]
-
-
-def _fill_prompt_rows(arrays: dict[str, np.ndarray], pieces: Sequence[Piece], page_size: int) -> None:
-    begin = 0
-    for piece in pieces:
-        stop, end = piece.start + piece.count, begin + piece.count
-        positions = np.arange(piece.start, stop)
-        pages = np.asarray(piece.track.pages[: -(-stop // page_size)])
-        arrays["positions"][begin:end] = positions
-        arrays["slots"][begin:end] = pages[positions // page_size] * page_size + positions % page_size
-        arrays["tokens"][begin:end] = piece.track.tokens[piece.start : stop]
-        begin = end
-
-
-def _fill_samples(arrays: dict[str, np.ndarray], sampled: list[tuple[Piece, int]]) -> None:
-    count = len(sampled)
-    params = [piece.track.request.sampling for piece, _ in sampled]
-    arrays["sample_rows"][:count] = [end - 1 for _, end in sampled]
-    arrays["sample_slots"][:count] = [piece.slot for piece, _ in sampled]
-    arrays["sample_positions"][:count] = [piece.start + piece.count for piece, _ in sampled]
-    arrays["seeds"][:count] = [piece.track.seed for piece, _ in sampled]
-    arrays["temperature"][:count] = [p.temperature for p in params]
-    arrays["top_k"][:count] = [p.top_k for p in params]
-    arrays["top_p"][:count] = [p.top_p for p in params]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from arkbench.records import Status
 
@@ -71,8 +71,9 @@ class LoadReport:
     """What a target says about a whole load: whether the client was the limit, and anything worth a note.
 
     `client_lag_p99_s`: the event loop's lag (None in-process). `resident_requests`: how many requests its cache held,
-    on average over the steps during which others waited for room (None: none waited, or it cannot know). `valid` False
-    with a reason makes the cell invalid.
+    on average over the steps during which others waited for room (None: none waited, or it cannot know).
+    `valid` False with a reason makes the cell invalid. `timeline`: of a model over several stages, {stage, kind,
+    request, piece, start_s, end_s} for each piece on each stage, seconds of time.monotonic().
     """
 
     valid: bool = True
@@ -80,6 +81,7 @@ class LoadReport:
     client_lag_p99_s: float | None = None
     resident_requests: float | None = None
     notes: tuple[str, ...] = ()
+    timeline: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)

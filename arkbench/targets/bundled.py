@@ -6,6 +6,7 @@ This is the only file of the harness that imports `engine`.
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -13,6 +14,7 @@ from typing import Any
 
 from arkbench import published
 from arkbench.errors import UserError
+from arkbench.targets._timeline import TimelineFile
 from arkbench.targets.base import Answer, Load, LoadReport, PlannedRequest, TargetError, TargetInfo
 from engine import models as engine_models
 from engine.config import PRESETS, EngineConfig, EngineError, Switches, to_plain
@@ -176,6 +178,34 @@ def serve(base: dict[str, Any], switches: dict[str, str], cache_tokens: int | No
     return serve_engine(ServerConfig(engine=config, **server))
 
 
+def is_further_stage() -> bool:
+    """Whether torchrun started this process as a stage that is not the first: it then only serves the first."""
+    return _torchrun_rank() > 0
+
+
+def serve_stage() -> None:
+    """Serves the engines of stage 0's process until that process calls `end_stages`."""
+    from engine.resident import serve_under_torchrun
+
+    try:
+        serve_under_torchrun()
+    except EngineError as error:
+        raise UserError(str(error)) from None
+
+
+def end_stages() -> None:
+    """Under torchrun: tells the further stages that no engine follows."""
+    if _torchrun_rank() == 0:
+        from engine.peers import end_torchrun_stages
+
+        end_torchrun_stages()
+
+
+def _torchrun_rank() -> int:
+    """The rank that torchrun gave this process; -1 without torchrun."""
+    return int(os.environ["RANK"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else -1
+
+
 # --------------------------------------------------------------------------------------------------- the target
 
 
@@ -212,6 +242,7 @@ class BundledTarget:
 
     def __init__(self, model: str, weights: str, device: str, stages: int, seed: int) -> None:
         self._base = {"model": model, "weights": weights, "device": device, "stages": stages, "seed": seed}
+        self._timeline = TimelineFile(stages)
         self._engine: Any = None
         self._config: EngineConfig | None = None
         self._loads = 0
@@ -224,6 +255,7 @@ class BundledTarget:
             max_streams=max_streams,
             max_model_len=max_tokens,
             cache_tokens=cache_tokens,
+            timeline=self._timeline.path,
         )
         from engine.engine import Engine
 
@@ -280,6 +312,7 @@ class BundledTarget:
         for queue in session.waiting.values():
             queue.reverse()
         self._loads += 1
+        self._timeline.take()
         try:
             self._drive(session)
         except KeyboardInterrupt:
@@ -287,9 +320,12 @@ class BundledTarget:
             raise
         except EngineError as error:
             self._fail_all(session, str(error))
+            self.close()
             raise TargetError(f"the engine stopped: {error}") from None
         resident = session.resident
-        return LoadReport(resident_requests=sum(resident) / len(resident) if resident else None)
+        return LoadReport(
+            resident_requests=sum(resident) / len(resident) if resident else None, timeline=self._timeline.take()
+        )
 
     def _drive(self, session: _Session) -> None:
         if session.load.mode == "closed":

@@ -8,9 +8,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
+from arkbench.targets._timeline import TimelineFile
 from arkbench.targets.base import Answer, Load, LoadReport, TargetError, TargetInfo
 from arkbench.targets.openai import OpenAITarget
 
@@ -31,6 +33,7 @@ class ServedTarget:
         first_token_timeout_s: float = 90.0,
     ) -> None:
         self._engine = {"model": model, "weights": weights, "device": device, "stages": stages, "seed": seed}
+        self._timeline = TimelineFile(stages)
         self._first_token_timeout_s = first_token_timeout_s
         self._process: subprocess.Popen[str] | None = None
         self._errors: IO[str] | None = None
@@ -45,6 +48,7 @@ class ServedTarget:
             "max_streams": max_streams,
             "max_model_len": max(max_tokens, _LEAST_MODEL_LEN),
             "cache_tokens": cache_tokens,
+            "timeline": self._timeline.path,
         }
         config = {
             "engine": engine,
@@ -62,10 +66,11 @@ class ServedTarget:
         """Sends a load (base.Target.run); raises TargetError when the server has died."""
         if self._inner is None:
             raise TargetError("the target has not been started")
+        self._timeline.take()
         report = self._inner.run(load, on_answer)
         if self._process is not None and self._process.poll() is not None:
             raise TargetError(f"the server ended in the middle of a load: {self._last_error()}")
-        return report
+        return replace(report, timeline=self._timeline.take())
 
     def close(self) -> None:
         if self._inner is not None:

@@ -88,7 +88,9 @@ class Decoder:
         for layer, cache in zip(self.layers, caches, strict=True):
             y = layer(y, residual, batch, cache)
         if not self.is_last:
-            return residual.add_(y if y.dim() == 2 else y.sum(0).to(residual.dtype))
+            # A norm adds as it does inside a stage, to the bit; what it returns is the next stage's to make.
+            self.layers[-1].ffn_norm.add(y, residual)
+            return residual
         return self.logits(y, residual, batch)
 
     def embed(self, tokens: Tensor) -> Tensor:

@@ -114,6 +114,21 @@ def run(channel: Channel, engine: Any) -> None:
             select.select([channel], [channel], [])
 
 
+def _run_until_failure(channel: Channel, engine: Any) -> None:
+    """Serves; when the engine fails, every request gets its error before this process ends with exit code 1."""
+    try:
+        run(channel, engine)
+    except EngineError as error:
+        print(f"arkbench serve: {error}", file=sys.stderr, flush=True)
+        events = [WireEvent(name, (), 0.0, "error", 0, None, str(error)) for name in engine.requests()]
+        channel.send(Batch(events, engine.pool.capacity - engine.pool.free))
+        while channel.unsent:
+            select.select([], [channel], [])
+            channel.flush()
+        engine.close()
+        sys.exit(1)
+
+
 def main(fd: int) -> None:
     """Loads the engine that the first message names and serves it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -124,7 +139,7 @@ def main(fd: int) -> None:
         ((config, factory),) = channel.receive()
         engine = _start(channel, config, factory)
         if engine is not None:
-            run(channel, engine)
+            _run_until_failure(channel, engine)
     except ChannelClosed:
         return
     except BaseException:

@@ -202,7 +202,8 @@ def test_requests_that_can_never_run_are_refused_in_one_line(folder):
     ("options", "message"),
     [
         ({"model": "nothing-like-it"}, "unknown model 'nothing-like-it'"),
-        ({"stages": 2}, "stages=2"),
+        ({"stages": 0}, "stages=0: a model has at least one stage"),
+        ({"stages": 2}, "stages=2: a model of 1 layers takes 1 to 1 stages"),
         ({"switches": Switches(cache="contiguous", prompt_cache="on")}, "prompt_cache=on needs pages"),
         (
             {"switches": Switches(cache="contiguous"), "cache_tokens": 200, "max_model_len": 210},

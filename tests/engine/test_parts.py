@@ -16,11 +16,11 @@ from engine.kernels import w4_cpu
 from engine.layers.linear import Linear
 from engine.memory import model_weights, plan_memory
 from engine.models import catalogue_entries, model_config
+from engine.order import fill, plan_shape
 from engine.pages import PagePool
 from engine.quant import dequantize, quantize
 from engine.request import Request, SamplingParams
 from engine.scheduler import Piece, StepPlan, Track
-from engine.stage import fill, plan_shape
 from engine.weights.synthetic import SyntheticSource
 
 CPU = torch.device("cpu")
