@@ -186,20 +186,13 @@ gate_cli.register(app)
 
 def main() -> None:
     """The `arkbench` command: a user's mistake is one line on stderr and exit code 2; Ctrl-C is 130."""
+    from arkbench.targets.base import TargetError
+
     # Threads that wait by spinning take the cores from the ones they wait for wherever anything else runs: torch's
     # products then become ten times slower. OpenMP reads this when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    from arkbench.targets import bundled
-    from arkbench.targets.base import TargetError
-
     try:
-        if bundled.is_further_stage():
-            bundled.serve_stage()
-            return
-        try:
-            code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
-        finally:
-            bundled.end_stages()
+        code = _serve_or_run()
     except (UserError, TargetError) as error:
         _fail(str(error))
     except _UsageError as error:
@@ -212,6 +205,21 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     sys.exit(code)
+
+
+def _serve_or_run() -> int | None:
+    """The command, or, in a further process that torchrun started, the loop of its stage; the exit code."""
+    if int(os.environ.get("RANK", "0")) > 0:
+        from arkbench.targets import bundled
+
+        if bundled.is_further_stage():
+            bundled.serve_stage()
+            return 0
+    try:
+        return app(sys.argv[1:] or ["--help"], standalone_mode=False)
+    finally:
+        if bundled := sys.modules.get("arkbench.targets.bundled"):
+            bundled.end_stages()
 
 
 def _fail(message: str) -> NoReturn:

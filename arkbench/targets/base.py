@@ -71,9 +71,9 @@ class LoadReport:
     """What a target says about a whole load: whether the client was the limit, and anything worth a note.
 
     `client_lag_p99_s`: the event loop's lag (None in-process). `resident_requests`: how many requests its cache held,
-    on average over the steps during which others waited for room (None: none waited, or it cannot know). `valid` False
-    with a reason makes the cell invalid. `timeline`: of a model over several stages, {stage, kind, request, piece,
-    start_s, end_s} for each piece on each stage, seconds of time.monotonic().
+    on average over the steps during which others waited for room (None: none waited, or it cannot know).
+    `valid` False with a reason makes the cell invalid. `timeline`: of a model over several stages, {stage, kind,
+    request, piece, start_s, end_s} for each piece on each stage, seconds of time.monotonic().
     """
 
     valid: bool = True
