@@ -13,7 +13,8 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -125,6 +126,15 @@ class Returns:
         self._expected.put(None)
 
 
+@contextmanager
+def _named(peers: Peers) -> Iterator[None]:
+    """Turns what a broken link raises into an error that names the stage that is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise peers.broken("a link of stage 0") from error
+
+
 def meet(config: EngineConfig) -> Meeting:
     """The processes of the stages: torchrun's, or started here."""
     if not under_torchrun():
@@ -187,26 +197,30 @@ class Pipeline:
         peers.check()
         stage.resident = self.resident
         order = stage.order(plan, banned)
-        try:
+        with _named(peers):
             wires.send_order(order)
             if order.decode and order.resident:
                 self.returns.settle(max(self._last_sample[piece.slot] for piece in plan.pieces))
-            start = self._log.mark() if self._log is not None else None
-            residual, _ = stage.execute(order)
-            assert residual is not None
-            if not order.resident:
-                stage.synchronize()
-            if self._log is not None:
-                self._log.add(order.step, start)
-                self._pieces.add(plan)
+        residual = self._execute(order, plan)
+        with _named(peers):
             wires.hops.send_hidden(residual, order)
             self.returns.expect(order)
-        except RuntimeError as error:
-            raise peers.broken("a link of stage 0") from error
         for piece in plan.pieces:
             if piece.samples:
                 self._last_sample[piece.slot] = order.step
         return PipelineResult(plan, order, self)
+
+    def _execute(self, order: StepOrder, plan: StepPlan) -> Tensor:
+        stage = self.own.stage
+        start = self._log.mark() if self._log is not None else None
+        residual, _ = stage.execute(order)
+        assert residual is not None
+        if not order.resident:
+            stage.synchronize()
+        if self._log is not None:
+            self._log.add(order.step, start)
+            self._pieces.add(plan)
+        return residual
 
     def set_kernels(self, kernels: Kernels) -> None:
         """Turns the switch `kernels` on every stage; only while no step is in flight."""

@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from typing import Any
 
 import torch
@@ -27,6 +28,10 @@ from engine.stage import Stage
 from engine.wires import Wires
 
 
+class StepFailed(Exception):
+    """A step failed on this stage; the message is the device's or torch's."""
+
+
 class Resident:
     """One stage of one engine."""
 
@@ -39,6 +44,8 @@ class Resident:
 
     def _receive(self) -> None:
         """Takes orders ahead and readies the receipt of their hidden states."""
+        if self._stage.device.type == "cuda":
+            torch.cuda.set_device(self._stage.device)
         try:
             message = None
             while message != CLOSE:
@@ -69,9 +76,12 @@ class Resident:
         stage.resident = order.resident
         hidden = hops.hidden(order, coming)
         start = self._log.mark() if self._log is not None else None
-        residual, logprobs = stage.execute(order, hidden)
-        if not order.resident:
-            stage.synchronize()
+        try:
+            residual, logprobs = stage.execute(order, hidden)
+            if not order.resident:
+                stage.synchronize()
+        except RuntimeError as error:
+            raise StepFailed(str(error)) from error
         if self._log is not None:
             self._log.add(order.step, start)
         if residual is not None:
@@ -96,6 +106,7 @@ def serve_under_torchrun() -> None:
 
 
 def serve_engine(meeting: Meeting, number: int, config: EngineConfig) -> None:
+    """Serves one engine to its end; returns early where it cannot start here or elsewhere, which stage 0 reports."""
     device = device_for(config.device, meeting)
     peers = None
     try:
@@ -106,27 +117,34 @@ def serve_engine(meeting: Meeting, number: int, config: EngineConfig) -> None:
         own = assemble(config, place)
         peers.all_of("facts", own.facts)
         wires = Wires(peers, own.stage)
-    except Aborted:
-        sys.exit(LOST_LINK)
-    except EngineError as error:
+    except (Aborted, EngineError) as error:
         if peers is None:
             raise
-        peers.abort(f"stage {meeting.rank} ({socket.gethostname()}): {error}")
-        sys.exit(LOST_LINK)
+        if isinstance(error, EngineError):
+            peers.abort(f"stage {meeting.rank} ({socket.gethostname()}): {error}")
+        peers.close()
+        return
     try:
         Resident(wires, own.stage, config.timeline is not None).run()
         peers.all_of("closed", True)
-    except RuntimeError as error:
-        leave(peers, str(peers.broken(f"a link of stage {meeting.rank}")) if "onnection" in str(error) else repr(error))
+    except StepFailed as error:
+        traceback.print_exc()
+        leave(peers, str(error), code=1)
+    except RuntimeError:
+        leave(peers, str(peers.broken(f"a link of stage {meeting.rank}")))
     peers.close()
     wires.close()
+    del own, wires
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
-def leave(peers: Peers, message: str) -> None:
-    """Ends this process because another stage is gone: at once, for the device may never answer again."""
+def leave(peers: Peers, message: str, code: int = LOST_LINK) -> None:
+    """Ends this process because a stage is gone: at once, for the device may never answer again."""
     print(f"arkbench: stage {peers.rank} ({socket.gethostname()}) ends: {message}", file=sys.stderr, flush=True)
-    peers.leave()
-    os._exit(LOST_LINK)
+    if code == LOST_LINK:
+        peers.leave()
+    os._exit(code)
 
 
 def end_with_parent() -> None:

@@ -276,13 +276,18 @@ class Scheduler:
             ready.sort(key=lambda track: track.last_step)
         if self.stages > 1:
             cohort = -(-len(ready) // self.stages)
-            ready = [track for track in ready if track.in_flight < self._decodes_ahead()][:cohort]
+            group = [track for track in ready if track.in_flight < self._decodes_ahead()][:cohort]
+            # In the order of admission, or a request could take the pages of one that is already in the step.
+            ready = group if alone else [track for track in self.running if track in group]
         pieces: list[Piece] = []
+        running = len(self.running)
         for track in ready:
             if track in self.running and self._grow(track, track.length):
                 pieces.append(self._advance(track, 1, samples=True))
                 if alone:
                     break
+        if not pieces and len(self.running) < running:
+            return self._decode_pieces()  # the group gave up its own pages: another one's turn
         return pieces
 
     def _decodes_ahead(self) -> int:

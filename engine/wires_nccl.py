@@ -38,7 +38,8 @@ class NcclHops:
         self._before = _pair(peers, f"hop {rank - 1}", 1) if rank > 0 else None
         self._behind = _pair(peers, f"hop {rank}", 0) if rank < last else None
         self.back = _pair(peers, "back", 0 if rank == 0 else 1) if rank in (0, last) else None
-        shape = (stage.ring_depth, RING_ROWS, stage.decoder.config.hidden)
+        self._rows = RING_ROWS if stage.graphs is None else max(RING_ROWS, stage.graphs.shapes.most_rows)
+        shape = (stage.ring_depth, self._rows, stage.decoder.config.hidden)
         self._incoming, self._outgoing = (
             torch.empty(shape if pair is not None else 0, dtype=stage.dtype, device=stage.device)
             for pair in (self._before, self._behind)
@@ -67,7 +68,7 @@ class NcclHops:
         assert self._before is not None
         row, computing = order.step % self.stage.ring_depth, torch.cuda.current_stream()
         with torch.cuda.stream(self._receiving):
-            if order.rows <= RING_ROWS:
+            if order.rows <= self._rows:
                 self._receiving.wait_event(self._used[row])
                 buffer = self._incoming[row, : order.rows]
             else:
@@ -83,7 +84,7 @@ class NcclHops:
         assert self._behind is not None
         row = order.step % self.stage.ring_depth
         self._forget_sent()
-        if order.rows <= RING_ROWS:
+        if order.rows <= self._rows:
             buffer = self._outgoing[row, : order.rows]
             buffer.copy_(residual)
         else:

@@ -9,9 +9,16 @@ from engine.request import Request, SamplingParams
 from engine.scheduler import Scheduler
 
 
-def make(pages=100, page_size=4, max_streams=4, prefill_tokens=16, **switches):
+def make(pages=100, page_size=4, max_streams=4, prefill_tokens=16, stages=1, **switches):
     return Scheduler(
-        PagePool(pages), page_size, max_streams, 64, prefill_tokens, Switches().with_(switches), frozenset({0})
+        PagePool(pages),
+        page_size,
+        max_streams,
+        64,
+        prefill_tokens,
+        Switches().with_(switches),
+        frozenset({0}),
+        stages=stages,
     )
 
 
@@ -108,11 +115,12 @@ def test_random_traffic_answers_everything_and_leaves_nothing(data):
     """Random lengths, cancellations, stops and depths: every answer is its request's own, in order."""
     pages = data.draw(st.integers(6, 20), label="pages")
     switches = {
-        "prefill": data.draw(st.sampled_from(["whole", "sequential"])),
+        "prefill": data.draw(st.sampled_from(["whole", "sequential", "pipelined"])),
         "prefill_batching": data.draw(st.sampled_from(["on", "off"])),
         "decode_batching": data.draw(st.sampled_from(["on", "off"])),
     }
-    scheduler = make(pages=pages, prefill_tokens=data.draw(st.integers(1, 12)), **switches)
+    stages = data.draw(st.integers(1, 3), label="stages")
+    scheduler = make(pages=pages, prefill_tokens=data.draw(st.integers(1, 12)), stages=stages, **switches)
     depth = data.draw(st.integers(1, 3), label="depth")
     most = (pages - 1) * 4
     answers, finished, flying, wanted = {}, {}, [], {}
@@ -131,6 +139,7 @@ def test_random_traffic_answers_everything_and_leaves_nothing(data):
         while len(flying) < depth and (plan := scheduler.plan()) is not None:
             owners = [page for track in scheduler.running for page in track.pages]
             assert len(owners) == len(set(owners)) and 0 not in owners
+            assert all(piece.track in scheduler.running for piece in plan.pieces)
             flying.append(plan)
         assert flying or not scheduler.has_work()
         if flying:

@@ -2,7 +2,7 @@
 # Measures what the caching techniques bring, on one GPU: paged attention, prefill batching, prompt caching, quantized
 # attention. One repetition, the largest cells; for the kept results run the scenarios without these limits.
 #
-#   bash tools/gpu_issue8.sh [OUTPUT FOLDER]      MODEL=Qwen3-8B PYTHON=python3
+#   bash tools/gpu_caches.sh [OUTPUT FOLDER]      MODEL=Qwen3-8B PYTHON=python3
 #
 # Checks first that nothing changes an answer or leaks, then measures; says how long each part took.
 set -euo pipefail
