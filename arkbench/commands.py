@@ -169,7 +169,9 @@ def print_answers(answers: dict, console: Console) -> None:
         return
     faults = [d for d in answers["different"] if d["fault"]]
     line = f"Answers: {answers['identical']} of {answers['compared']} comparisons between variants are token for token"
-    console.print(f"{line} the same.", highlight=False)
+    bounded = sorted({name for d in answers["different"] if not d["fault"] for name in d["switches"]})
+    why = f"; the others differ in switches that may round differently: {', '.join(bounded)}" if bounded else ""
+    console.print(f"{line} the same{why}.", highlight=False, soft_wrap=True)
     for fault in faults[:3]:
         names = " and ".join(fault["variants"])
         console.print(
@@ -181,7 +183,6 @@ def print_answers(answers: dict, console: Console) -> None:
 
 def print_verdicts(rows: Sequence[dict], console: Console) -> None:
     """How the claims came out: the counts, and each claim that was measured."""
-    counts = {name: sum(row["verdict"] == name for row in rows) for name in verdicts.VERDICTS}
     shown = [row for row in rows if row["verdict"] != "not run"]
     if shown:
         table = Table(title="Verdicts", title_justify="left")
@@ -197,7 +198,7 @@ def print_verdicts(rows: Sequence[dict], console: Console) -> None:
             )
             table.add_row(*(escape(str(value or "")) for value in values))
         console.print(table)
-    console.print(", ".join(f"{count} {name}" for name, count in counts.items()) + ".", highlight=False)
+    console.print(", ".join(f"{count} {name}" for name, count in verdicts.counts(rows).items()) + ".", highlight=False)
 
 
 def dry_run(options: RunOptions, console: Console) -> None:

@@ -93,7 +93,7 @@ def definitions() -> Section:
 
 def environment(runs: Sequence[Run]) -> Section:
     """What each run ran on, the switches of each variant, the model's geometry."""
-    rows: list[list[Any]] = [["GPU", *[run.hardware for run in runs]]]
+    rows: list[list[Any]] = [["hardware", *[run.hardware for run in runs]]]
     rows += [[name, *[written(run.meta.get(key)) for run in runs]] for name, key in ENVIRONMENT]
     rows.insert(-2, ["copy bandwidth, GB/s", *[_gigabytes(run.meta.get("bandwidth_bytes_s")) for run in runs]])
     columns = [Column("what"), *[Column(run.label or "value") for run in runs]]

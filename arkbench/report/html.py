@@ -28,6 +28,9 @@ from arkbench.report.markdown import VERDICT_SIGNS
 
 ASSETS = Path(__file__).parent / "assets"
 
+MANY_COLUMNS = 9
+"""More columns than these are printed smaller, or they would run over the paper's edge."""
+
 
 def render(report: Report, drawings: Mapping[str, Drawing]) -> str:
     """The page; `drawings` holds every chart of the report by its key."""
@@ -140,7 +143,7 @@ def _table(block: Table) -> str:
     )
     return (
         f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(block.caption)}">'
-        f'<table class="sortable" id="table-{escape(block.key)}">'
+        f'<table class="sortable{" many" if len(block.columns) > MANY_COLUMNS else ""}" id="table-{escape(block.key)}">'
         f"<caption><span>{escape(block.caption)}</span></caption>"
         f"<thead>{_head(block)}</thead>\n<tbody>\n{body}</tbody></table></div>"
     )

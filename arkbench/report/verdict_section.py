@@ -106,9 +106,12 @@ def _answers(runs: Sequence[Run]) -> list[str]:
         answers = run.meta.get("answers") or {}
         if answers.get("compared"):
             place = f"{run.label}: the" if len(runs) > 1 else "The"
+            bounded = [d for d in answers.get("different", []) if not d["fault"]]
+            names = sorted({name for d in bounded for name in d["switches"]})
+            why = f", and {len(bounded)} differ in switches that may round differently ({', '.join(names)})"
             lines.append(
                 f"{place} variants' answers were compared {answers['compared']} times; "
-                f"the tokens were identical in {answers.get('identical', 0)}."
+                f"the tokens were identical in {answers.get('identical', 0)}{why if bounded else ''}."
             )
     return lines
 

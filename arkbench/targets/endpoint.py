@@ -99,7 +99,8 @@ def _cards(http: httpx.Client, endpoint: Endpoint) -> dict[str, dict[str, Any]]:
     if response.status_code in (401, 403):
         raise TargetError(f"{endpoint.base} wants an API key (HTTP {response.status_code}): give --api-key")
     try:
-        return {card["id"]: card for card in response.json()["data"]} if response.status_code == 200 else {}
+        cards = response.json()["data"] if response.status_code == 200 else []
+        return {card["id"]: card for card in cards if isinstance(card["id"], str)}
     except (ValueError, KeyError, TypeError):
         return {}
 

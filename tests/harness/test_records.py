@@ -85,10 +85,16 @@ def test_summary_leaves_invalid_repetitions_out_and_says_so():
     assert summary(bad, bad, {"decode_tok_s": 9.0})["valid"] is False
 
 
-def cell_row(cell, records):
+def cell_row(cell, records, energy=None):
     from arkbench.metrics import Machine, StepCost
 
-    return figures.cell_row(cell, 0, records, Machine(), StepCost(), figures.Energy(), None, 1.0)
+    return figures.cell_row(cell, 0, records, Machine(), StepCost(), energy or figures.Energy(), None, 1.0)
+
+
+def test_a_throttled_cell_is_invalid_where_no_energy_was_measured_too():
+    hot = figures.Energy(None, 60.0, "GPU 0 was slowed down: power cap")
+    row = cell_row(BURST, [burst_record(0, "ok", 0.5)], hot)
+    assert (row["valid"], row["reason"], row.get("energy_j")) == (False, "GPU 0 was slowed down: power cap", None)
 
 
 def burst_record(n, status, first=None, prompt=100, cached=0):

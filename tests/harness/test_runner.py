@@ -1,6 +1,7 @@
 """Runs with a fake target: order, files, interruption, resume, failures."""
 
 import json
+from datetime import datetime
 
 import pytest
 
@@ -155,6 +156,20 @@ def test_other_options_are_not_resumed(tmp_path):
     assert stored == OPTIONS
     with pytest.raises(UserError, match="seed differ"):
         folders.check_options(tmp_path / "r", RunOptions(seed=9), stored)
+
+
+def test_two_runs_in_the_same_second_get_folders_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    plan, now = make_plan(OPTIONS), datetime(2026, 12, 1, 12, 0, 0)
+    first, second = (folders.default_path(plan, now) for _ in range(2))
+    assert first.name == "quick-SmolLM2-135M-20261201-120000"
+    assert second.name == "quick-SmolLM2-135M-20261201-120000-2"
+
+
+def test_there_is_room_for_all_streams_of_a_decode_cell():
+    assert (
+        make_plan(RunOptions(overrides=Overrides(streams=(1000,)))).scenarios[0].needs("SmolLM2-135M").streams == 1000
+    )
 
 
 def test_a_folder_in_use_is_refused(tmp_path):

@@ -104,6 +104,13 @@ def test_a_claim_needs_all_of_its_cells():
     assert "measured" not in got
 
 
+def test_every_missing_cell_is_named():
+    got = judge("fused-decode-16", context([row("fused", "decode", streams=8, decode_tok_s=9)]))
+    assert got["reason"] == (
+        "not measured: fused, decode, streams 16; standard, decode, streams 16 of Qwen3.8-27B"
+    )  # fmt: skip
+
+
 def test_another_scenario_is_not_this_claim():
     got = judge("loops-largest", context(pair([260], [100])))
     assert (got["verdict"], got["reason"]) == ("not run", "arkbench run inverted-loops tests it")

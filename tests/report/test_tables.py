@@ -163,6 +163,9 @@ def test_different_answers_are_listed(tmp_path: Path) -> None:
     different = {"cell": "decode-s1-c1000", "repetition": 0, "variants": ["driven", "inverted"], "switches": ["loop"]}
     answers = {"compared": 9, "identical": 8, "different": [different | {"fault": True}]}
     report = report_of(factory.fused_kernels(tmp_path / "a", answers=answers))
+    rounding = {"compared": 2, "identical": 1, "different": [different | {"switches": ["kernels"], "fault": False}]}
+    bounded = report_of(factory.fused_kernels(tmp_path / "b", answers=rounding))
+    assert "identical in 1, and 1 differ in switches that may round differently (kernels)." in str(bounded.sections[0])
     text = " ".join(str(block) for section in report.sections for block in section.blocks)
     assert "compared 9 times; the tokens were identical in 8" in text
     assert "driven and inverted gave different tokens in decode-s1-c1000, repetition 0 (switches: loop; a fault" in text
