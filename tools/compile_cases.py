@@ -176,9 +176,18 @@ CASES: dict[str, Callable[[], object]] = {
     "w4 dequantize": lambda: w4.w4_dequantize_triton(weight(5120, 5120, 128), BF16),
     "w4 sum": lambda: w4.sum_partials_triton(partials(4, 16, 34816), BF16),
     "hopper stream 8": lambda: hopper(8, 34816, 5120, kind="stream", block=128, splits=4, stages=3),
-    "hopper stream 16": lambda: hopper(16, 34816, 5120, kind="stream", block=128, splits=4, stages=3, steps=3),
+    "hopper stream 16": lambda: hopper(16, 34816, 5120, kind="stream", block=128, splits=4, stages=3, programs=91),
     "hopper stream 16 group 64": lambda: hopper(16, 2880, 2880, 64, kind="stream", block=64, splits=5, stages=3),
     "hopper tile 32": lambda: hopper(32, 34816, 5120, kind="tile", block=128, splits=3, stages=3, parts=False),
+    "hopper stream 8 shares": lambda: hopper(
+        8, 34816, 5120, kind="stream", block=128, splits=2, stages=3, programs=198, parts=False
+    ),
+    "hopper tile 32 shares": lambda: hopper(
+        32, 34816, 5120, kind="tile", block=128, splits=1, stages=3, programs=396, parts=False
+    ),
+    "hopper tile 64 shares": lambda: hopper(
+        64, 34816, 5120, kind="tile", block=64, splits=1, stages=3, programs=396, parts=False
+    ),
     "hopper tile 64": lambda: hopper(64, 34816, 5120, kind="tile", block=64, splits=1, stages=3),
     "hopper tile 128": lambda: hopper(128, 5120, 17408, kind="tile", block=64, splits=3, stages=3),
     "hopper tile 128 of 8 warps": lambda: hopper(128, 9728, 5120, kind="tile", block=128, splits=1, stages=3, warps=8),

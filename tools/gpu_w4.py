@@ -28,6 +28,7 @@ MODELS = [
     (10240, 5120), (5120, 8192), (51200, 5120), (5120, 25600), (151936, 5120),
 ]  # fmt: skip
 BANDWIDTH = 4.3e12
+PROCESSORS = 132
 
 
 def product(x: torch.Tensor, w: QuantWeight, p: Plan) -> torch.Tensor:
@@ -36,47 +37,34 @@ def product(x: torch.Tensor, w: QuantWeight, p: Plan) -> torch.Tensor:
 
 
 def candidates(n: int, k: int, rows: int) -> Iterator[Plan]:
-    """The plans worth timing: those that fill the GPU about evenly and whose parts are few beside the weight."""
+    """The plans worth timing: equal shares for one to four programs a processor, few slices of K, whole blocks."""
     groups, tiles = k // 128, -(-n // 64)
+    blocks = [block for block in (64, 128) if tiles * 64 % block == 0]
     if rows <= 16:
-        found = []
-        for block, splits, steps, stages in (
-            (b, s, t, g) for b in (64, 128) for s in range(1, 25) for t in (1, 2, 3, 4, 5, 6, 8, 11) for g in (3, 4)
-        ):
-            per_slice = -(-groups // splits)
-            blocks = -(-tiles * 64 // block)
-            programs = -(-blocks // steps) * splits
-            smem = per_slice * rows * 256 + stages * block * 66
-            if (splits - 1) * per_slice >= groups or smem > 100_000 or tiles * 64 % block or splits * rows * 8 > k:
-                continue
-            resident = 132 * min(228_000 // (smem + 1024), 3 if block == 128 else 5)
-            waves = -(-programs // resident)
-            waste = waves * resident * steps * per_slice / (blocks * groups)
-            found.append(
-                (waste + 4.0 * splits * rows / k + 1.5 / (waves * steps * per_slice), block, splits, steps, stages)
-            )
-        for _, block, splits, steps, stages in sorted(found)[:12]:
-            yield Plan("stream", rows, block, splits, stages, steps=steps)
-        for block, splits, stages in itertools.product((64, 128), (1, 2, 3, 4, 6, 8, 12), (4, 6)):
-            programs = -(-tiles * 64 // block) * splits
-            if tiles * 64 % block == 0 and groups // splits >= 4 and 200 < programs < 1300:
-                yield Plan("tile", rows, block, splits, stages)
+        for block, resident in itertools.product(blocks, (2, 3, 4)):
+            fitting = [s for s in range(1, 25) if stream_bytes(groups, s, rows, block) * resident < 227_000]
+            even = [s for s in fitting if groups % s == 0] or fitting
+            for splits in even[:2]:
+                programs = PROCESSORS * resident // splits
+                if programs * splits * 4 <= -(-n // block) * groups:
+                    yield Plan("stream", rows, block, splits, 3, programs=programs, parts=False)
+        for resident in (2, 3, 4):
+            yield Plan("tile", rows, blocks[-1], 1, 4, programs=PROCESSORS * resident, parts=False)
         return
-    found = []
-    for program_rows, block, warps in ((32, 64, 4), (32, 128, 4), (64, 64, 4), (64, 128, 4), (64, 128, 8), (128, 64, 4),
-                                       (128, 128, 8), (128, 128, 4)):  # fmt: skip
-        if program_rows > rows or program_rows < min(rows, 128) // 2 or tiles * 64 % block:
+    shapes = {32: ((32, 64, 4), (32, 128, 4)), 64: ((64, 64, 4), (64, 128, 4), (64, 128, 8))}
+    for program_rows, block, warps in shapes.get(rows, ((128, 64, 4), (128, 128, 8), (64, 128, 4))):
+        if block not in blocks:
             continue
-        for splits in (1, 2, 3, 4, 6, 8) if rows < 128 else (1, 2, 3, 6):
-            programs = rows // program_rows * -(-tiles * 64 // block) * splits
-            if groups // splits < 3 or programs > 1600 or (programs < 120 and splits < 6):
-                continue
-            for stages in (3, 4) if rows < 128 else (3,):
-                smem = stages * (program_rows * 256 + block * 66)
-                if smem < 200_000:
-                    found += [Plan("tile", program_rows, block, splits, stages, warps, parts=parts) for parts in
-                              ((False, True) if splits > 1 else (False,))]  # fmt: skip
-    yield from found
+        for resident in (1, 2, 3, 4):
+            bytes_needed = 3 * (program_rows * 256 + block * 66) + 1024
+            programs = PROCESSORS * resident * program_rows // rows
+            if bytes_needed * resident < 227_000 and resident * warps <= 16 and programs >= 64:
+                yield Plan("tile", program_rows, block, 1, 3, warps, programs=programs, parts=False)
+
+
+def stream_bytes(groups: int, splits: int, rows: int, block: int) -> int:
+    """Shared memory of a stream program with three stages, and what the driver keeps."""
+    return -(-groups // splits) * rows * 256 + 3 * block * 66 + 1024
 
 
 def compile_plan(job: tuple[int, int, int, Plan]) -> str | None:
@@ -93,7 +81,7 @@ def compile_plan(job: tuple[int, int, int, Plan]) -> str | None:
 def compile_key(job: tuple[int, int, int, Plan]) -> tuple:
     _, k, rows, p = job
     slice_tiles = -(-(-(-(k // 128) // p.splits) * 2) // 4) if p.kind == "stream" else 0
-    return p.kind, p.rows, p.block, p.stages, p.warps, p.parts, p.splits == 1, slice_tiles, rows == 1
+    return p.kind, p.rows, p.block, p.stages, p.warps, p.hands_over, p.splits == 1, slice_tiles, rows == 1
 
 
 def main() -> None:
@@ -111,11 +99,8 @@ def main() -> None:
     gpu, processors = w4.gpu_name(0), torch.cuda.get_device_properties(0).multi_processor_count
 
     def plans(n: int, k: int, m: int) -> list[Plan]:
-        return (
-            list(candidates(n, k, m))
-            if args.tune
-            else [w4.plan(-(-n // 64), k // 64, 2, w4.row_bucket(m), gpu, processors)]
-        )
+        in_use = w4.plan(-(-n // 64), k // 64, 2, w4.row_bucket(m), gpu, processors)
+        return list({in_use: None, **dict.fromkeys(candidates(n, k, m) if args.tune else ())})
 
     jobs = [(n, k, m, p) for n, k in shapes for m in row_counts for p in plans(n, k, m)]
     unique = list({compile_key(job): job for job in jobs}.values())
@@ -124,7 +109,7 @@ def main() -> None:
     print(f"compiled {len(unique)} kernels in {time.time() - start:.0f} s, {len(failures)} failed")
     for failure in failures[:3]:
         print("  ", failure)
-    tuned, table = {}, []
+    tuned, table, every = {}, [], []
     for n, k in shapes:
         nbytes = random_weight(n, k, 128).nbytes
         weights = [random_weight(n, k, 128) for _ in range(sets_for(nbytes))]
@@ -147,6 +132,7 @@ def main() -> None:
                     print("failed", (n, k, m, p), str(problem)[:200])
             if not results:
                 continue
+            every += [{"n": n, "k": k, "rows": m, "us": u, "plan": asdict(p)} for u, _, p in results]
             us, error, best = min(results, key=lambda r: r[0])
             tuned[f"{-(-n // 64)}x{k // 64}x2:{w4.row_bucket(m)}"] = asdict(best)
             limit = nbytes / BANDWIDTH * 1e6
@@ -156,10 +142,12 @@ def main() -> None:
             table.append(row)
             keys = ("cublas_bf16_us", "dequantize_us", "standard_us", "tinygemm_us")
             more = " ".join(f"{key} {row[key]:.1f}" for key in keys if row.get(key))
-            print(f"{n}x{k} m={m} {us:.1f} us {row['limit_us'] / us:.0%} | {best.kind} r{best.rows} b{best.block} "
-                  f"s{best.splits} t{best.steps} g{best.stages} w{best.warps} p{best.parts:d} | {more}")  # fmt: skip
+            print(f"{n}x{k} m={m} {us:.1f} us (in use {results[0][0]:.1f}) {row['limit_us'] / us:.0%} | "
+                  f"{best.kind} r{best.rows} b{best.block} "
+                  f"s{best.splits} n{best.programs} g{best.stages} w{best.warps} p{best.parts:d} | {more}")  # fmt: skip
         del weights
     (args.out / "w4.json").write_text(json.dumps(table))
+    (args.out / "candidates.json").write_text(json.dumps(every))
     (args.out / "tuned.json").write_text(json.dumps({"w4": tuned}, indent=0))
     print(f"{time.time() - start:.0f} s")
 

@@ -33,8 +33,9 @@ class Plan:
     """How one product is launched.
 
     kind: "stream" (w4_stream.py, up to 16 rows) or "tile" (w4_tile.py). rows: of a program. block: outputs of a program
-    (64 or 128). splits: slices of K, none empty. stages: depth of the ring. steps: blocks a stream program walks over.
-    parts: another kernel adds the splits; else the last program to arrive does.
+    (64 or 128). splits: slices of K, none empty. stages: depth of the ring. programs: how many share the work of a
+    slice, 0 for one a block. parts: every program has whole blocks and another kernel adds the slices; else all have
+    equal shares, which may begin and end inside a block, and the last program to arrive at a block adds.
     """
 
     kind: str
@@ -43,12 +44,30 @@ class Plan:
     splits: int
     stages: int
     warps: int = 4
-    steps: int = 1
+    programs: int = 0
     parts: bool = True
 
     def slice_tiles(self, k_tiles: int, group_tiles: int) -> int:
         """Tiles of 64 inputs in a slice of K; the last slice may have fewer."""
         return -(-(k_tiles // group_tiles) // self.splits) * group_tiles
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether the result is parts that another kernel adds."""
+        return self.parts and self.splits > 1
+
+    def programs_of(self, n_tiles: int, k_tiles: int, group_tiles: int) -> int:
+        """Programs of a slice of K for a row block; none has nothing to do."""
+        blocks = -(-n_tiles * 64 // self.block)
+        wanted = self.programs or blocks
+        shortest = k_tiles - (self.splits - 1) * self.slice_tiles(k_tiles, group_tiles)
+        return min(wanted, blocks if self.hands_over else blocks * shortest // group_tiles)
+
+    def slots(self, n_tiles: int, k_tiles: int, group_tiles: int) -> int:
+        """Most parts of a block's sum: an equal share of a slice may begin and end inside the block."""
+        blocks, programs = -(-n_tiles * 64 // self.block), self.programs_of(n_tiles, k_tiles, group_tiles)
+        whole_blocks = self.hands_over or blocks % programs == 0
+        return self.splits * (1 if whole_blocks else -(-programs // blocks) + 1)
 
     def shared_bytes(self, k_tiles: int, group_tiles: int) -> int:
         """Shared memory that a program's rings and its x take, in bytes (scales of 2 bytes, barriers aside)."""
@@ -107,7 +126,7 @@ def _stream_plan(n_tiles: int, groups: int, group_tiles: int, rows: int, process
             work = waves * 3 * processors * steps * per_slice / (blocks * groups)
             cost = work + 0.02 * rows * splits / groups + 2.0 * waves / (steps * per_slice * waves + 8)
             if programs >= processors and cost < best_cost:
-                best, best_cost = Plan("stream", rows, block, splits, 3, steps=steps), cost
+                best, best_cost = Plan("stream", rows, block, splits, 3, programs=-(-blocks // steps)), cost
     needed = -(-groups * group_tiles * rows // 512)
     return best or Plan("stream", rows, 64, _without_empty(groups, needed), 3)
 
@@ -237,15 +256,15 @@ def _add_zero_points(y: Tensor, x: Tensor, w: QuantWeight) -> Tensor:
 def _outputs(x: Tensor, w: QuantWeight, p: Plan) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(what is returned, out, parts, counters) of a launch; the last three are stand-ins where the plan has no use."""
     rows, counters = x.shape[0], _counters(x.device)
-    if p.splits > 1:
-        partial = torch.empty(p.splits, rows, w.n, dtype=torch.float32, device=x.device)
-        if p.parts:
+    slots = p.slots(w.n_tiles, w.k_tiles, w.group // 64)
+    if slots > 1:
+        partial = torch.empty(slots, rows, w.n, dtype=torch.float32, device=x.device)
+        if p.hands_over:
             return partial, partial, partial, counters.take(0)
     out = torch.empty(rows, w.n, dtype=x.dtype if w.zeros is None else torch.float32, device=x.device)
-    if p.splits == 1:
+    if slots == 1:
         return out, out, out, counters.take(0)
-    tiles = -(-rows // p.rows) * -(-w.n // p.block)
-    return out, out, partial, counters.take(tiles)
+    return out, out, partial, counters.take(-(-rows // p.rows) * -(-w.n // p.block))
 
 
 def _stream(x: Tensor, w: QuantWeight, p: Plan) -> Tensor:
@@ -253,14 +272,13 @@ def _stream(x: Tensor, w: QuantWeight, p: Plan) -> Tensor:
 
     group_tiles = w.group // 64
     slice_tiles = p.slice_tiles(w.k_tiles, group_tiles)
-    blocks = -(-w.n_tiles * 64 // p.block)
     result, out, partial, counters = _outputs(x, w, p)
     launch(
-        w4_stream_kernel, (-(-blocks // p.steps) * p.splits,),
+        w4_stream_kernel, (p.programs_of(w.n_tiles, w.k_tiles, group_tiles) * p.splits,),
         x, w.packed.view(torch.int32), w.scales, out, partial, counters,
-        x.shape[0], w.n, w.k, x.stride(0), blocks, w.k_tiles, slice_tiles, p.splits,
+        x.shape[0], w.n, w.k, x.stride(0), -(-w.n_tiles * 64 // p.block), w.k_tiles, slice_tiles, p.splits,
         M=p.rows, BN=p.block, SLICE=_slice_room(slice_tiles), GROUP_TILES=group_tiles, STAGES=p.stages,
-        PARTS=p.parts and p.splits > 1, num_warps=4,
+        PARTS=p.hands_over, num_warps=4,
     )  # fmt: skip
     return result
 
@@ -274,12 +292,12 @@ def _tile(x: Tensor, w: QuantWeight, p: Plan) -> Tensor:
     group_tiles = w.group // 64
     result, out, partial, counters = _outputs(x, w, p)
     launch(
-        w4_tile_kernel, (-(-x.shape[0] // p.rows), -(-w.n_tiles * 64 // p.block), p.splits),
+        w4_tile_kernel, (-(-x.shape[0] // p.rows), p.programs_of(w.n_tiles, w.k_tiles, group_tiles), p.splits),
         TensorDescriptor(x, list(x.shape), list(x.stride()), [p.rows, 64], NVMMASharedLayout(128, 16, 2)),
-        w.packed.view(torch.int32), w.scales, out, partial, counters,
-        x.shape[0], w.n, w.n_tiles, w.k_tiles, p.slice_tiles(w.k_tiles, group_tiles),
+        w.packed.view(torch.int32), w.scales, out, partial, counters, x.shape[0], w.n,
+        -(-w.n_tiles * 64 // p.block), w.n_tiles, w.k_tiles, p.slice_tiles(w.k_tiles, group_tiles),
         M=p.rows, BN=p.block, WARPS=p.warps, GROUP_TILES=group_tiles, STAGES=p.stages,
-        PARTS=p.parts and p.splits > 1, num_warps=p.warps,
+        PARTS=p.hands_over, num_warps=p.warps,
     )  # fmt: skip
     return result
 

@@ -121,6 +121,41 @@ def pdl_launch():
 
 
 @gluon.jit
+def span(index, programs, blocks, groups, PARTS: gl.constexpr):
+    """(first unit, unit after the last) of program `index` of `programs`; a unit is one scale group of one block.
+
+    Whole blocks where another kernel adds the parts; else equal shares, which may begin and end inside a block.
+    """
+    if PARTS:
+        return index * blocks // programs * groups, (index + 1) * blocks // programs * groups
+    units = blocks * groups
+    return index * units // programs, (index + 1) * units // programs
+
+
+@gluon.jit
+def _sharers(block, programs, blocks, groups):
+    """(the first program with a unit of `block`, how many programs have one), for equal shares."""
+    units = blocks * groups
+    first = ((block * groups + 1) * programs - 1) // units
+    last = ((block + 1) * groups * programs - 1) // units
+    return first, last - first + 1
+
+
+@gluon.jit
+def place(block, index, programs, blocks, split, splits, groups, last_groups, PARTS: gl.constexpr):
+    """(slot, slots) of what program `index` of slice `split` adds to `block`: slots follow the order of K.
+
+    groups: of every slice but the last, which has last_groups.
+    """
+    if PARTS:
+        return split, splits
+    first, each = _sharers(block, programs, blocks, groups)
+    last_first, last_each = _sharers(block, programs, blocks, last_groups)
+    first = gl.where(split == splits - 1, last_first, first)
+    return split * each + index - first, (splits - 1) * each + last_each
+
+
+@gluon.jit
 def finish(
     acc,
     out_ptr,
@@ -129,44 +164,47 @@ def finish(
     rows,
     n,
     block,
-    split,
-    splits,
+    slot,
+    slots,
     M: gl.constexpr,
     BN: gl.constexpr,
     mma: gl.constexpr,
     PARTS: gl.constexpr,
     row_block=0,
 ):
-    """Writes acc [BN, M] (outputs by rows of x), the sum over slice `split` of K, where it belongs.
+    """Writes acc [BN, M] (outputs by rows of x), part `slot` of `slots` of a block's sum, where it belongs.
 
-    out [rows, n] in the activation dtype, parts float32 [splits, rows, n], both contiguous.
-    PARTS: to parts[split], for another kernel to add. Else, with one split, to out. Else to parts, and the last program
-    of a tile to arrive adds them in the order of splits, so that repeated runs are bit-equal; arrived_ptr holds one
-    counter a tile, zero before the launch and zero again after it, so that a captured graph can be replayed.
+    out [rows, n] in the activation dtype, parts float32 [slots, rows, n], both contiguous.
+    PARTS: to parts[slot], for another kernel to add. Else, with one slot, to out. Else to parts, and the last program
+    of a block to arrive adds them in the order of slots, so that repeated runs are bit-equal; arrived_ptr holds one
+    counter a block, zero before the launch and zero again after it, so that a captured graph can be replayed.
     """
+    AT_ONCE: gl.constexpr = 4 if M <= 16 else 2  # loads in flight; more rows have no registers for more
     lanes: gl.constexpr = 16 if BN == 64 else 32
     flat: gl.constexpr = gl.BlockedLayout([1, 4], [32 // lanes, lanes], [gl.num_warps(), 1], [1, 0])
     columns = block * BN + gl.arange(0, BN, gl.SliceLayout(0, flat))
     out_rows = row_block * M + gl.arange(0, M, gl.SliceLayout(1, flat))
     inside = (out_rows < rows)[:, None] & (columns < n)[None, :]
     offsets = out_rows[:, None] * n + columns[None, :]
+    size = n.to(gl.int64) * rows
     if PARTS:
         columns = block * BN + gl.arange(0, BN, gl.SliceLayout(1, mma))
         out_rows = row_block * M + gl.arange(0, M, gl.SliceLayout(0, mma))
         inside = (out_rows < rows)[None, :] & (columns < n)[:, None]
-        part_ptr = parts_ptr + n.to(gl.int64) * rows * split
-        gl.store(part_ptr + out_rows[None, :] * n + columns[:, None], acc, mask=inside)
-    elif splits > 1:
-        size = n.to(gl.int64) * rows
+        gl.store(parts_ptr + slot * size + out_rows[None, :] * n + columns[:, None], acc, mask=inside)
+    elif slots > 1:
         part = gl.convert_layout(acc.permute([1, 0]), flat)
-        gl.store(parts_ptr + split * size + offsets, part, mask=inside, cache_modifier=".cg")
+        gl.store(parts_ptr + slot * size + offsets, part, mask=inside, cache_modifier=".cg")
         barrier()
         counter = arrived_ptr + row_block * gl.cdiv(n, BN) + block
-        if gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == splits - 1:
+        if gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == slots - 1:
             barrier()
             total = gl.zeros([M, BN], gl.float32, flat)
-            for other in range(splits):
-                total += gl.load(parts_ptr + other * size + offsets, mask=inside, other=0.0, cache_modifier=".cg")
+            for first in range(0, slots, AT_ONCE):
+                for ahead in gl.static_range(AT_ONCE):
+                    there = inside & (first + ahead < slots)
+                    pointers = parts_ptr + (first + ahead) * size + offsets
+                    total += gl.load(pointers, mask=there, other=0.0, cache_modifier=".cg")
             gl.store(out_ptr + offsets, total.to(out_ptr.dtype.element_ty), mask=inside)
             gl.atomic_xchg(counter, 0, sem="relaxed", scope="gpu")
     else:

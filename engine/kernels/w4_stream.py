@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from engine.kernels._gluon import barrier, copy_async
-from engine.kernels.w4_gluon import a_operand, finish, pdl_launch, pdl_wait
+from engine.kernels.w4_gluon import a_operand, finish, pdl_launch, pdl_wait, place, span
 
 
 @gluon.jit
@@ -37,17 +37,17 @@ def w4_stream_kernel(
 ):
     """out or parts [rows, n] = x[rows, k] (bf16) times the packed weight transposed; see `finish` for which.
 
-    Program p owns slice p % splits of K (slice_tiles tiles of 64 inputs, the last slice fewer) for the output blocks
-    p // splits, p // splits + programs / splits, ... of BN outputs each. Requirements: M >= rows a multiple of 8, BN a
-    multiple of 64 whose blocks cover whole row tiles (n_blocks * BN = 64 * row tiles), k and x_stride multiples of 16,
-    x aligned to 16 bytes, k_tiles a multiple of GROUP_TILES, no slice empty.
+    Program p works on slice p % splits of K (slice_tiles tiles of 64 inputs, the last slice fewer), on its `span` of
+    that slice's units: a unit is one scale group of a block of BN outputs, block by block. Requirements: M >= rows a
+    multiple of 8, BN a multiple of 64 whose blocks cover whole row tiles (n_blocks * BN = 64 * row tiles), k and
+    x_stride multiples of 16, x aligned to 16 bytes, k_tiles a multiple of GROUP_TILES, no slice and no span empty.
 
-    Its slice of x, [slice, M, 64] swizzled for wgmma, is read once. The weights go by in units of one scale group of BN
-    outputs (GROUP_TILES x BN x 32 bytes) through a ring of STAGES units filled by cp.async, each with its BN scales. A
-    thread copies the very words it later reads. The ring runs on over the ends of blocks, so memory never idles
-    between them. Each unit is multiplied unscaled into a float32 part, scaled there and added: nothing is rounded.
+    Its slice of x, [slice, M, 64] swizzled for wgmma, is read once. The weights go by in units (GROUP_TILES x BN x 32
+    bytes) through a ring of STAGES units filled by cp.async, each with its BN scales. A thread copies the very words it
+    later reads. The ring runs on over the ends of blocks, so memory never idles between them. Each unit is multiplied
+    unscaled into a float32 part, scaled there and added: nothing is rounded.
 
-    Bytes moved: the weight once, x once a program, and splits x rows x n parts. What is read before the wait of the
+    Bytes moved: the weight once, x once a program, and the parts of `finish`. What is read before the wait of the
     programmatic dependent launch are weights alone; the next kernel may start with the last unit.
     """
     TILES: gl.constexpr = BN // 64
@@ -61,14 +61,18 @@ def w4_stream_kernel(
 
     pid = gl.program_id(0)
     split = pid % splits
-    first_block = pid // splits
-    block_step = gl.num_programs(0) // splits
+    index = pid // splits
+    programs = gl.num_programs(0) // splits
     k_first = split * slice_tiles
-    groups = gl.minimum(slice_tiles, k_tiles - k_first) // GROUP_TILES
-    my_blocks = gl.cdiv(n_blocks - first_block, block_step)
-    total = my_blocks * groups
+    full_groups = slice_tiles // GROUP_TILES
+    last_groups = k_tiles // GROUP_TILES - (splits - 1) * full_groups
+    groups = gl.where(split == splits - 1, last_groups, full_groups)
+    first, last = span(index, programs, n_blocks, groups, PARTS)
+    total = last - first
+    block = first // groups
+    group = first % groups
 
-    start_tile = first_block * TILES * k_tiles + k_first
+    start_tile = block * TILES * k_tiles + k_first + group * GROUP_TILES
     word = gl.arange(0, TILES * UNIT, w_layout)
     tile_words = k_tiles * 512
     # the words of a unit: the first k tile of every row tile, then the second
@@ -77,13 +81,13 @@ def w4_stream_kernel(
     row = gl.arange(0, BN, s_layout)
     tile_scales = k_tiles // GROUP_TILES * 64
     s_ptr = scales_ptr + (start_tile // GROUP_TILES) * 64 + row // 64 * tile_scales + row % 64
-    w_jump = block_step.to(gl.int64) * TILES * tile_words - groups * UNIT
-    s_jump = block_step * TILES * tile_scales - groups * 64
+    w_jump = TILES * tile_words - groups * UNIT
+    s_jump = TILES * tile_scales - groups * 64
 
     ring = gl.allocate_shared_memory(gl.int32, [STAGES, TILES * UNIT], gl.SwizzledSharedLayout(4, 1, 1, [0]))
     s_ring = gl.allocate_shared_memory(scales_ptr.dtype.element_ty, [STAGES, BN], gl.SwizzledSharedLayout(2, 1, 1, [0]))
     x_smem = gl.allocate_shared_memory(gl.bfloat16, [SLICE, M, 64], gl.NVMMASharedLayout(128, 16, 2))
-    ahead = 0
+    ahead = group
     for stage in gl.static_range(STAGES - 1):
         if stage < total:
             copy_async(ring.index(stage), w_ptr)
@@ -109,8 +113,6 @@ def w4_stream_kernel(
     fence_async_shared()
 
     acc = gl.zeros([BN, M], gl.float32, mma)
-    group = 0
-    block = first_block
     for unit in range(total):
         async_copy.wait_group(STAGES - 2)
         slot = unit % STAGES
@@ -134,16 +136,17 @@ def w4_stream_kernel(
             a = a_operand(words, BN, a_layout)
             part = warpgroup_mma(a, x_smem.index(k_tile).permute([1, 0]), part, use_acc=False, is_async=True)
         else:
-            first, second = gl.split(words.reshape([2, 512 * TILES]).permute([1, 0]))
-            a = a_operand(first, BN, a_layout)
+            first_half, second_half = gl.split(words.reshape([2, 512 * TILES]).permute([1, 0]))
+            a = a_operand(first_half, BN, a_layout)
             part = warpgroup_mma(a, x_smem.index(k_tile).permute([1, 0]), part, use_acc=False, is_async=True)
-            a2 = a_operand(second, BN, a_layout)
+            a2 = a_operand(second_half, BN, a_layout)
             part = warpgroup_mma(a2, x_smem.index(k_tile + 1).permute([1, 0]), part, is_async=True)
         part = warpgroup_mma_wait(0, deps=[part])
         acc += part * scale[:, None]
         group += 1
-        if group == groups:
-            finish(acc, out_ptr, parts_ptr, arrived_ptr, rows, n, block, split, splits, M, BN, mma, PARTS)
+        if group == groups or unit == total - 1:
+            slot, slots = place(block, index, programs, n_blocks, split, splits, full_groups, last_groups, PARTS)
+            finish(acc, out_ptr, parts_ptr, arrived_ptr, rows, n, block, slot, slots, M, BN, mma, PARTS)
             acc = gl.zeros([BN, M], gl.float32, mma)
             group = 0
-            block += block_step
+            block += 1

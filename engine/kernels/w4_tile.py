@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from engine.kernels._gluon import barrier, copy_async, copy_tile
-from engine.kernels.w4_gluon import finish, pdl_launch, pdl_wait, scaled_operand
+from engine.kernels.w4_gluon import finish, pdl_launch, pdl_wait, place, scaled_operand, span
 
 
 @gluon.jit
@@ -30,6 +30,7 @@ def w4_tile_kernel(
     arrived_ptr,
     rows,
     n,
+    n_blocks,
     n_tiles,
     k_tiles,
     slice_tiles,
@@ -43,14 +44,15 @@ def w4_tile_kernel(
 ):
     """out or parts [rows, n] = x (bf16, by its descriptor of blocks [M, 64]) times the packed weight transposed.
 
-    Program (r, b, s) owns M rows from r * M on, BN outputs from b * BN on and slice s of K (slice_tiles tiles of 64
-    inputs, the last slice fewer). Grid (row blocks, output blocks, splits), rows fastest: the programs that share
-    weights run together. Requirements: k_tiles a multiple of GROUP_TILES, no slice empty; row tiles past n_tiles and
-    rows of x past its end may be covered, the first are read as the last row tile and never stored, the second are 0.
+    Program (r, p, s) owns M rows from r * M on and, of slice s of K (slice_tiles tiles of 64 inputs, the last slice
+    fewer), its `span` of units: a unit is one scale group of a block of BN outputs, block by block. Grid (row blocks,
+    programs, splits), rows fastest: the programs that share weights run together. Requirements: k_tiles a multiple of
+    GROUP_TILES, no slice and no span empty; row tiles past n_tiles and rows of x past its end may be covered, the first
+    are read as the last row tile and never stored, the second are 0.
 
-    A step takes one scale group: GROUP_TILES x BN x 32 bytes of weights and BN scales by cp.async, [GROUP_TILES, M, 64]
-    of x by TMA; STAGES of each are in flight. The weight is scaled while it is unpacked (one rounding to bf16), so the
-    sum stays in the accumulator of wgmma.
+    A unit takes GROUP_TILES x BN x 32 bytes of weights and BN scales by cp.async, [GROUP_TILES, M, 64] of x by TMA;
+    STAGES of each are in flight, also over the ends of blocks. The weight is scaled while it is unpacked (one rounding
+    to bf16), so the sum stays in the accumulator of wgmma.
 
     Bytes moved: the weight once a row block (all but one of them from L2), x once an output block, out once.
     """
@@ -63,11 +65,17 @@ def w4_tile_kernel(
     a_rows: gl.constexpr = gl.SliceLayout(1, a_layout)
 
     row_block = gl.program_id(0)
-    block = gl.program_id(1)
+    index = gl.program_id(1)
     split = gl.program_id(2)
     splits = gl.num_programs(2)
     k_first = split * slice_tiles
-    steps = gl.minimum(k_tiles - k_first, slice_tiles) // GROUP_TILES
+    full_groups = slice_tiles // GROUP_TILES
+    last_groups = k_tiles // GROUP_TILES - (splits - 1) * full_groups
+    groups = gl.where(split == splits - 1, last_groups, full_groups)
+    first, last = span(index, gl.num_programs(1), n_blocks, groups, PARTS)
+    total = last - first
+    block = first // groups
+    group = first % groups
 
     x_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES * GROUP_TILES, M, 64], x_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -77,53 +85,83 @@ def w4_tile_kernel(
     s_ring = gl.allocate_shared_memory(scales_ptr.dtype.element_ty, [STAGES, BN], gl.SwizzledSharedLayout(2, 1, 1, [0]))
 
     word = gl.arange(0, TILES * UNIT, w_layout)
-    # the words of a step: the first k tile of every row tile, then the second
-    n_tile = gl.minimum(block * TILES + word // 512 % TILES, n_tiles - 1)
+    # the words of a unit: the first k tile of every row tile, then the second
     k_word = k_first * 512 + word // (512 * TILES) * 512 + word % 512
-    w_base = packed_ptr + n_tile.to(gl.int64) * (k_tiles * 512) + k_word
     row = gl.arange(0, BN, s_layout)
-    groups = k_tiles // GROUP_TILES
-    s_tile = gl.minimum(block * TILES + row // 64, n_tiles - 1)
-    s_base = scales_ptr + s_tile * (groups * 64) + row % 64 + k_first // GROUP_TILES * 64
+    s_row = row % 64 + k_first // GROUP_TILES * 64
+    tile_scales = k_tiles // GROUP_TILES * 64
 
+    ahead = group
+    w_tile = gl.minimum(block * TILES + word // 512 % TILES, n_tiles - 1)
+    w_ptr = packed_ptr + w_tile.to(gl.int64) * (k_tiles * 512) + k_word + ahead * UNIT
+    s_ptr = scales_ptr + gl.minimum(block * TILES + row // 64, n_tiles - 1) * tile_scales + s_row + ahead * 64
+    ahead_block = block
     for stage in gl.static_range(STAGES - 1):
-        if stage < steps:
-            copy_async(w_ring.index(stage), w_base + stage * UNIT)
-            copy_async(s_ring.index(stage), s_base + stage * 64)
+        if stage < total:
+            copy_async(w_ring.index(stage), w_ptr)
+            copy_async(s_ring.index(stage), s_ptr)
         async_copy.commit_group()
+        w_ptr += UNIT
+        s_ptr += 64
+        ahead += 1
+        if ahead == groups:
+            ahead = 0
+            ahead_block += 1
+            w_tile = gl.minimum(ahead_block * TILES + word // 512 % TILES, n_tiles - 1)
+            w_ptr = packed_ptr + w_tile.to(gl.int64) * (k_tiles * 512) + k_word
+            s_ptr = scales_ptr + gl.minimum(ahead_block * TILES + row // 64, n_tiles - 1) * tile_scales + s_row
     if PDL:
         pdl_wait()
+    x_ahead = group
     for stage in gl.static_range(STAGES - 1):
-        if stage < steps:
-            _fetch_x(x_desc, x_ring, ready, stage, row_block * M, (k_first + stage * GROUP_TILES) * 64, GROUP_TILES)
+        if stage < total:
+            _fetch_x(x_desc, x_ring, ready, stage, row_block * M, (k_first + x_ahead * GROUP_TILES) * 64, GROUP_TILES)
+        x_ahead = gl.where(x_ahead + 1 == groups, 0, x_ahead + 1)
 
     acc = gl.zeros([BN, M], gl.float32, mma)
-    for step in range(steps):
-        slot = step % STAGES
+    for unit in range(total):
+        slot = unit % STAGES
         async_copy.wait_group(STAGES - 2)
         barrier()  # also: every warp is done with the stage that is filled below
         words = w_ring.index(slot).load(w_layout)
         scale = s_ring.index(slot).load(a_rows).to(gl.bfloat16)
-        mbarrier.wait(ready.index(slot), step // STAGES & 1)
+        mbarrier.wait(ready.index(slot), unit // STAGES & 1)
         x_slot = slot * GROUP_TILES
         if GROUP_TILES == 1:
             a = scaled_operand(words, scale, BN, a_layout)
             flight = warpgroup_mma(a, x_ring.index(x_slot).permute([1, 0]), acc, is_async=True)
         else:
-            first, second = gl.split(words.reshape([2, 512 * TILES]).permute([1, 0]))
-            a = scaled_operand(first, scale, BN, a_layout)
+            first_half, second_half = gl.split(words.reshape([2, 512 * TILES]).permute([1, 0]))
+            a = scaled_operand(first_half, scale, BN, a_layout)
             flight = warpgroup_mma(a, x_ring.index(x_slot).permute([1, 0]), acc, is_async=True)
-            a2 = scaled_operand(second, scale, BN, a_layout)
+            a2 = scaled_operand(second_half, scale, BN, a_layout)
             flight = warpgroup_mma(a2, x_ring.index(x_slot + 1).permute([1, 0]), flight, is_async=True)
-        ahead = step + STAGES - 1
-        if ahead < steps:
-            fill = ahead % STAGES
-            copy_async(w_ring.index(fill), w_base + ahead * UNIT)
-            copy_async(s_ring.index(fill), s_base + ahead * 64)
+        if unit + STAGES - 1 < total:
+            fill = (unit + STAGES - 1) % STAGES
+            copy_async(w_ring.index(fill), w_ptr)
+            copy_async(s_ring.index(fill), s_ptr)
             _fetch_x(x_desc, x_ring, ready, fill, row_block * M, (k_first + ahead * GROUP_TILES) * 64, GROUP_TILES)
         async_copy.commit_group()
+        w_ptr += UNIT
+        s_ptr += 64
+        ahead += 1
+        if ahead == groups:
+            ahead = 0
+            ahead_block += 1
+            w_tile = gl.minimum(ahead_block * TILES + word // 512 % TILES, n_tiles - 1)
+            w_ptr = packed_ptr + w_tile.to(gl.int64) * (k_tiles * 512) + k_word
+            s_ptr = scales_ptr + gl.minimum(ahead_block * TILES + row // 64, n_tiles - 1) * tile_scales + s_row
         acc = warpgroup_mma_wait(0, deps=[flight])
-    async_copy.wait_group(0)
-    if PDL:
-        pdl_launch()
-    finish(acc, out_ptr, parts_ptr, arrived_ptr, rows, n, block, split, splits, M, BN, mma, PARTS, row_block)
+        if PDL and unit == total - 1:
+            pdl_launch()
+        group += 1
+        if group == groups or unit == total - 1:
+            place_slot, slots = place(
+                block, index, gl.num_programs(1), n_blocks, split, splits, full_groups, last_groups, PARTS
+            )
+            finish(
+                acc, out_ptr, parts_ptr, arrived_ptr, rows, n, block, place_slot, slots, M, BN, mma, PARTS, row_block
+            )
+            acc = gl.zeros([BN, M], gl.float32, mma)
+            group = 0
+            block += 1

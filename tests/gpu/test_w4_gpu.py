@@ -110,7 +110,7 @@ def test_repeated_runs_are_bit_equal(n, k, rows):
 
 def in_kernel_sum(rows: int) -> w4.Plan:
     """A plan whose last program adds the parts."""
-    return w4.Plan("tile", min(rows, 128), 64, 5, 3, parts=False)
+    return w4.Plan("tile", min(rows, 128), 64, 1, 3, programs=33, parts=False)
 
 
 def hopper() -> bool:
@@ -169,16 +169,17 @@ def test_two_streams_at_once():
 @pytest.mark.skipif(not hopper(), reason="plans are those of Hopper")
 @pytest.mark.parametrize("k", [128, 640, 5120])
 def test_every_kind_of_plan(k):
-    """Slices of unequal length, one group, odd row tiles, rings deeper than the work."""
+    """Slices of unequal length, one group, odd row tiles, rings deeper than the work, shares that cut blocks."""
     for n in (64, 192, 250):
         w = random_weight(n, k, 128)
         for rows, splits, stages, block in [(8, 1, 4, 64), (16, 3, 3, 64), (16, 2, 2, 64), (8, 1, 3, 128)]:
             splits = w4._without_empty(k // 128, splits)
-            steps = 2 if n > 64 else 1
             plans = [w4.Plan("tile", rows, block, splits, max(stages, 3), parts=parts) for parts in (False, True)]
+            plans += [replace(plans[0], programs=programs) for programs in (1, 2, 3, 7, 50)]
             if w.n_tiles * 64 % block == 0:
-                plans.append(w4.Plan("stream", rows, block, splits, stages, steps=steps))
-                plans.append(replace(plans[-1], steps=1))
+                plans.append(w4.Plan("stream", rows, block, splits, stages))
+                plans.append(replace(plans[-1], programs=2))
+                plans += [replace(plans[-1], programs=programs, parts=False) for programs in (0, 1, 2, 3, 7, 50)]
             for plan in plans:
                 for count in (1, rows - 3, rows):
                     x = inputs(count, k)

@@ -204,12 +204,12 @@ def check_plan(p: w4.Plan, n_tiles: int, k_tiles: int, group_tiles: int, rows: i
     per_slice = p.slice_tiles(k_tiles, group_tiles) // group_tiles
     assert per_slice * p.splits >= groups and per_slice * (p.splits - 1) < groups, "a slice is empty or missing"
     assert p.shared_bytes(k_tiles, group_tiles) + 4096 <= SHARED_LIMIT
-    assert p.block in (64, 128) and p.stages >= 2 and p.steps >= 1
+    assert p.block in (64, 128) and p.stages >= 2 and p.programs >= 0
     if p.kind == "stream":
         assert p.rows == rows <= 16 and p.warps == 4 and p.parts
         assert n_tiles * 64 % p.block == 0, "the stream kernel reads whole blocks"
     else:
-        assert p.kind == "tile" and p.steps == 1 and p.rows in (8, 16, 32, 64, 128)
+        assert p.kind == "tile" and p.rows in (8, 16, 32, 64, 128)
         assert p.rows <= rows and p.block >= 16 * p.warps
 
 
