@@ -53,31 +53,31 @@ def cache(spec: Attention, dtype: torch.dtype) -> LayerCache:
     return LayerCache(empty(*shape, dtype=dtype), empty(*shape, dtype=dtype), *scales)
 
 
-def decode(spec: Attention, dtype: torch.dtype) -> None:
+def decode(spec: Attention, dtype: torch.dtype, rows: int = 16) -> None:
     sinks = empty(spec.heads) if spec.sinks else None
-    q = empty(16, spec.heads, spec.head_dim)
-    decode_attention_triton(q, cache(spec, dtype), batch(16, 16), spec.scale, spec.window, sinks)
+    q = empty(rows, spec.heads, spec.head_dim)
+    decode_attention_triton(q, cache(spec, dtype), batch(rows, rows), spec.scale, spec.window, sinks)
 
 
-def decode_gluon(spec: Attention, dtype: torch.dtype) -> None:
+def decode_gluon(spec: Attention, dtype: torch.dtype, rows: int = 16) -> None:
     sinks = empty(spec.heads) if spec.sinks else None
-    q = empty(16, spec.heads, spec.head_dim)
-    decode_attention_gluon(q, cache(spec, dtype), batch(16, 16), spec.scale, spec.window, sinks)
+    q = empty(rows, spec.heads, spec.head_dim)
+    decode_attention_gluon(q, cache(spec, dtype), batch(rows, rows), spec.scale, spec.window, sinks)
 
 
-def prefill(spec: Attention, dtype: torch.dtype) -> None:
+def prefill(spec: Attention, dtype: torch.dtype, rows: int = 2048, requests: int = 2) -> None:
     sinks = empty(spec.heads) if spec.sinks else None
-    q = empty(2048, spec.heads, spec.head_dim)
-    prefill_attention_triton(q, cache(spec, dtype), batch(2048, 2), spec.scale, spec.window, sinks)
+    q = empty(rows, spec.heads, spec.head_dim)
+    prefill_attention_triton(q, cache(spec, dtype), batch(rows, requests), spec.scale, spec.window, sinks)
 
 
-def rope(spec: Attention, dtype: torch.dtype, splits: int) -> None:
+def rope(spec: Attention, dtype: torch.dtype, splits: int, rows: int = 16) -> None:
     width = projection_width(spec)
     weights = [empty(spec.head_dim) if spec.qk_norm else None for _ in range(2)]
-    y = empty(splits, 16, width, dtype=torch.float32) if splits else empty(16, width)
+    y = empty(splits, rows, width, dtype=torch.float32) if splits else empty(rows, width)
     bias = empty(width) if spec.bias else None
     table = empty(4096, spec.rope.rotary_dim, dtype=torch.float32)
-    qk_norm_rope_write_triton(y, spec, *weights, bias, 1e-6, False, table, batch(16, 16), cache(spec, dtype))
+    qk_norm_rope_write_triton(y, spec, *weights, bias, 1e-6, False, table, batch(rows, rows), cache(spec, dtype))
 
 
 def sample(greedy: bool) -> None:
@@ -175,6 +175,17 @@ CASES: dict[str, Callable[[], object]] = {
     "w4 gemv": lambda: w4.gemv_partials(empty(1, 5120), weight(5120, 5120, 128)),
     "w4 dequantize": lambda: w4.w4_dequantize_triton(weight(5120, 5120, 128), BF16),
     "w4 sum": lambda: w4.sum_partials_triton(partials(4, 16, 34816), BF16),
+    # one row, one request: Triton makes an integer argument of 1 a Python number
+    "one row norm": lambda: add_rms_norm_triton(partials(4, 1, 5120), empty(1, 5120), empty(5120), 1e-6),
+    "one row silu_mul": lambda: silu_mul_triton(partials(4, 1, 34816)),
+    "one row rope": lambda: rope(QWEN3, BF16, 4, rows=1),
+    "one row decode": lambda: decode(QWEN3_5, BF16, rows=1),
+    "one row decode gluon": lambda: decode_gluon(QWEN3, BF16, rows=1),
+    "one row prefill": lambda: prefill(QWEN3, BF16, rows=1, requests=1),
+    "one row deltanet step": lambda: delta(step, 1, 1),
+    "one row deltanet prefill": lambda: delta(delta_prefill, 1, 1),
+    "one row latent decode": lambda: latent(BF16, 1, 1),
+    "one row w4 plain": lambda: w4.plain_partials(empty(1, 5120), weight(5120, 5120, 128)),
     "hopper stream 8": lambda: hopper(8, 34816, 5120, kind="stream", block=128, splits=4, stages=3),
     "hopper stream 16": lambda: hopper(16, 34816, 5120, kind="stream", block=128, splits=4, stages=3, programs=91),
     "hopper stream 16 group 64": lambda: hopper(16, 2880, 2880, 64, kind="stream", block=64, splits=5, stages=3),
@@ -188,6 +199,8 @@ CASES: dict[str, Callable[[], object]] = {
     "hopper tile 64 shares": lambda: hopper(
         64, 34816, 5120, kind="tile", block=64, splits=1, stages=3, programs=396, parts=False
     ),
+    "hopper stream 8 of two tiles": lambda: hopper(8, 64, 128, 64, kind="stream", block=64, splits=1, stages=3),
+    "hopper tile 32 of two tiles": lambda: hopper(32, 64, 128, 64, kind="tile", block=64, splits=1, stages=3),
     "hopper tile 64": lambda: hopper(64, 34816, 5120, kind="tile", block=64, splits=1, stages=3),
     "hopper tile 128": lambda: hopper(128, 5120, 17408, kind="tile", block=64, splits=3, stages=3),
     "hopper tile 128 of 8 warps": lambda: hopper(128, 9728, 5120, kind="tile", block=128, splits=1, stages=3, warps=8),

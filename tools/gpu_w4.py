@@ -42,7 +42,8 @@ def candidates(n: int, k: int, rows: int) -> Iterator[Plan]:
     blocks = [block for block in (64, 128) if tiles * 64 % block == 0]
     if rows <= 16:
         for block, resident in itertools.product(blocks, (2, 3, 4)):
-            fitting = [s for s in range(1, 25) if stream_bytes(groups, s, rows, block) * resident < 227_000]
+            whole = [s for s in range(1, 25) if (s - 1) * -(-groups // s) < groups]
+            fitting = [s for s in whole if stream_bytes(groups, s, rows, block) * resident < 227_000]
             even = [s for s in fitting if groups % s == 0] or fitting
             for splits in even[:2]:
                 programs = PROCESSORS * resident // splits

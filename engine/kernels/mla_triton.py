@@ -152,10 +152,11 @@ def latent_attention_kernel(
             best = new_best
         line = token * HEADS + head
         if SPLIT:
-            lines = rows_total.to(tl.int64) * HEADS
-            tl.store(partial + (segment * lines + line)[:, None] * KV_RANK + column[None, :], acc, mask=live[:, None])
-            tl.store(stats + segment * lines + line, best, mask=live)
-            tl.store(stats + (tl.num_programs(2) + segment) * lines + line, total, mask=live)
+            first = segment.to(tl.int64) * (rows_total * HEADS)
+            tl.store(partial + (first + line)[:, None] * KV_RANK + column[None, :], acc, mask=live[:, None])
+            tl.store(stats + first + line, best, mask=live)
+            first += tl.num_programs(2).to(tl.int64) * (rows_total * HEADS)
+            tl.store(stats + first + line, total, mask=live)
         else:
             value = acc / tl.where(total == 0.0, 1.0, total)[:, None]
             tl.store(out + line[:, None] * KV_RANK + column[None, :], value.to(dtype), mask=live[:, None])

@@ -23,6 +23,9 @@ from engine.quant import QuantWeight, dequantize
 FUSED_ROWS = 512
 """Most rows that the fused product serves; beyond it unpacking once and multiplying with cuBLAS is faster."""
 
+SHARED_BYTES, REGISTERS = 233_472, 65_536
+"""What a multiprocessor of compute capability 9.0 has (CUDA programming guide, table of technical specifications)."""
+
 ONE_BY_ONE_ROWS = 5
 """Most rows for which `standard` runs its one-request kernel once a row (measured on an H200: 35 us a row against
 207 us for unpacking 34816 x 5120 and multiplying 8 rows with cuBLAS)."""
@@ -75,6 +78,15 @@ class Plan:
         if self.kind == "tile":
             return ring + self.stages * group_tiles * self.rows * 128
         return ring + _slice_room(self.slice_tiles(k_tiles, group_tiles)) * self.rows * 128
+
+    def registers(self, k_tiles: int, group_tiles: int) -> int:
+        """Registers that a thread may take without fewer programs fitting a processor than shared memory holds.
+
+        Beside `shared_bytes` a program takes a float32 block to turn its result round, and 1 KB for the driver.
+        """
+        taken = self.shared_bytes(k_tiles, group_tiles) + self.rows * self.block * 4 + 1024
+        resident = max(1, min(4, SHARED_BYTES // taken))
+        return min(255, REGISTERS // (resident * 32 * self.warps) // 8 * 8)
 
 
 def _slice_room(slice_tiles: int) -> int:
@@ -216,8 +228,11 @@ def w4_partials(x: Tensor, w: QuantWeight) -> Tensor:
 
 
 def _hopper_takes(x: Tensor, w: QuantWeight) -> bool:
-    """Whether the wgmma kernels can: bf16, groups of whole tiles, rows of x that start at multiples of 16 elements."""
-    whole_groups = w.group in (64, 128) and w.k_tiles % (w.group // 64) == 0
+    """Whether the wgmma kernels can: bf16, groups of whole tiles, rows of x that start at multiples of 16 elements.
+
+    Triton 3.6 cannot compile the stream kernel for a K of a single tile.
+    """
+    whole_groups = w.group in (64, 128) and w.k_tiles % (w.group // 64) == 0 and w.k_tiles > 1
     return capability(x)[0] == 9 and x.dtype == torch.bfloat16 and whole_groups and w.k % 16 == 0 and w.n > 1
 
 
@@ -263,7 +278,7 @@ def _outputs(x: Tensor, w: QuantWeight, p: Plan) -> tuple[Tensor, Tensor, Tensor
             return partial, partial, partial, counters.take(0)
     out = torch.empty(rows, w.n, dtype=x.dtype if w.zeros is None else torch.float32, device=x.device)
     if slots == 1:
-        return out, out, out, counters.take(0)
+        return out, out, torch.empty(0, dtype=torch.float32, device=x.device), counters.take(0)
     return out, out, partial, counters.take(-(-rows // p.rows) * -(-w.n // p.block))
 
 
@@ -278,7 +293,7 @@ def _stream(x: Tensor, w: QuantWeight, p: Plan) -> Tensor:
         x, w.packed.view(torch.int32), w.scales, out, partial, counters,
         x.shape[0], w.n, w.k, x.stride(0), -(-w.n_tiles * 64 // p.block), w.k_tiles, slice_tiles, p.splits,
         M=p.rows, BN=p.block, SLICE=_slice_room(slice_tiles), GROUP_TILES=group_tiles, STAGES=p.stages,
-        PARTS=p.hands_over, num_warps=4,
+        PARTS=p.hands_over, num_warps=4, maxnreg=p.registers(w.k_tiles, group_tiles),
     )  # fmt: skip
     return result
 
@@ -297,7 +312,7 @@ def _tile(x: Tensor, w: QuantWeight, p: Plan) -> Tensor:
         w.packed.view(torch.int32), w.scales, out, partial, counters, x.shape[0], w.n,
         -(-w.n_tiles * 64 // p.block), w.n_tiles, w.k_tiles, p.slice_tiles(w.k_tiles, group_tiles),
         M=p.rows, BN=p.block, WARPS=p.warps, GROUP_TILES=group_tiles, STAGES=p.stages,
-        PARTS=p.hands_over, num_warps=p.warps,
+        PARTS=p.hands_over, num_warps=p.warps, maxnreg=p.registers(w.k_tiles, group_tiles),
     )  # fmt: skip
     return result
 

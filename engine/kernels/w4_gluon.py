@@ -179,7 +179,7 @@ def finish(
     of a block to arrive adds them in the order of slots, so that repeated runs are bit-equal; arrived_ptr holds one
     counter a block, zero before the launch and zero again after it, so that a captured graph can be replayed.
     """
-    AT_ONCE: gl.constexpr = 4 if M <= 16 else 2  # loads in flight; more rows have no registers for more
+    AT_ONCE: gl.constexpr = 4 if M * BN <= 16 * 128 else 1  # parts read together; more would cost registers
     lanes: gl.constexpr = 16 if BN == 64 else 32
     flat: gl.constexpr = gl.BlockedLayout([1, 4], [32 // lanes, lanes], [gl.num_warps(), 1], [1, 0])
     columns = block * BN + gl.arange(0, BN, gl.SliceLayout(0, flat))

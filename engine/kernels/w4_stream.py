@@ -66,7 +66,7 @@ def w4_stream_kernel(
     k_first = split * slice_tiles
     full_groups = slice_tiles // GROUP_TILES
     last_groups = k_tiles // GROUP_TILES - (splits - 1) * full_groups
-    groups = gl.where(split == splits - 1, last_groups, full_groups)
+    groups = gl.minimum(slice_tiles, k_tiles - k_first) // GROUP_TILES
     first, last = span(index, programs, n_blocks, groups, PARTS)
     total = last - first
     block = first // groups
@@ -112,41 +112,41 @@ def w4_stream_kernel(
     barrier()
     fence_async_shared()
 
-    acc = gl.zeros([BN, M], gl.float32, mma)
-    for unit in range(total):
-        async_copy.wait_group(STAGES - 2)
-        slot = unit % STAGES
-        words = ring.index(slot).load(w_layout)
-        if PDL and unit == total - 1:
-            pdl_launch()
-        scale = s_ring.index(slot).load(row_layout).to(gl.float32)
-        if unit + STAGES - 1 < total:
-            fill = (unit + STAGES - 1) % STAGES
-            copy_async(ring.index(fill), w_ptr)
-            copy_async(s_ring.index(fill), s_ptr)
-        async_copy.commit_group()
-        ahead += 1
-        wrap = ahead == groups
-        w_ptr += UNIT + gl.where(wrap, w_jump, 0)
-        s_ptr += 64 + gl.where(wrap, s_jump, 0)
-        ahead = gl.where(wrap, 0, ahead)
-        part = gl.zeros([BN, M], gl.float32, mma)
-        k_tile = group * GROUP_TILES
-        if GROUP_TILES == 1:
-            a = a_operand(words, BN, a_layout)
-            part = warpgroup_mma(a, x_smem.index(k_tile).permute([1, 0]), part, use_acc=False, is_async=True)
-        else:
-            first_half, second_half = gl.split(words.reshape([2, 512 * TILES]).permute([1, 0]))
-            a = a_operand(first_half, BN, a_layout)
-            part = warpgroup_mma(a, x_smem.index(k_tile).permute([1, 0]), part, use_acc=False, is_async=True)
-            a2 = a_operand(second_half, BN, a_layout)
-            part = warpgroup_mma(a2, x_smem.index(k_tile + 1).permute([1, 0]), part, is_async=True)
-        part = warpgroup_mma_wait(0, deps=[part])
-        acc += part * scale[:, None]
-        group += 1
-        if group == groups or unit == total - 1:
-            slot, slots = place(block, index, programs, n_blocks, split, splits, full_groups, last_groups, PARTS)
-            finish(acc, out_ptr, parts_ptr, arrived_ptr, rows, n, block, slot, slots, M, BN, mma, PARTS)
-            acc = gl.zeros([BN, M], gl.float32, mma)
-            group = 0
-            block += 1
+    unit = 0
+    while unit < total:
+        acc = gl.zeros([BN, M], gl.float32, mma)
+        for k_group in range(group, gl.minimum(groups, group + total - unit)):
+            async_copy.wait_group(STAGES - 2)
+            slot = unit % STAGES
+            words = ring.index(slot).load(w_layout)
+            if PDL and unit == total - 1:
+                pdl_launch()
+            scale = s_ring.index(slot).load(row_layout).to(gl.float32)
+            if unit + STAGES - 1 < total:
+                fill = (unit + STAGES - 1) % STAGES
+                copy_async(ring.index(fill), w_ptr)
+                copy_async(s_ring.index(fill), s_ptr)
+            async_copy.commit_group()
+            ahead += 1
+            wrap = ahead == groups
+            w_ptr += UNIT + gl.where(wrap, w_jump, 0)
+            s_ptr += 64 + gl.where(wrap, s_jump, 0)
+            ahead = gl.where(wrap, 0, ahead)
+            part = gl.zeros([BN, M], gl.float32, mma)
+            k_tile = k_group * GROUP_TILES
+            if GROUP_TILES == 1:
+                a = a_operand(words, BN, a_layout)
+                part = warpgroup_mma(a, x_smem.index(k_tile).permute([1, 0]), part, use_acc=False, is_async=True)
+            else:
+                first_half, second_half = gl.split(words.reshape([2, 512 * TILES]).permute([1, 0]))
+                a = a_operand(first_half, BN, a_layout)
+                part = warpgroup_mma(a, x_smem.index(k_tile).permute([1, 0]), part, use_acc=False, is_async=True)
+                a2 = a_operand(second_half, BN, a_layout)
+                part = warpgroup_mma(a2, x_smem.index(k_tile + 1).permute([1, 0]), part, is_async=True)
+            part = warpgroup_mma_wait(0, deps=[part])
+            acc += part * scale[:, None]
+            unit += 1
+        slot, slots = place(block, index, programs, n_blocks, split, splits, full_groups, last_groups, PARTS)
+        finish(acc, out_ptr, parts_ptr, arrived_ptr, rows, n, block, slot, slots, M, BN, mma, PARTS)
+        group = 0
+        block += 1

@@ -71,7 +71,7 @@ def w4_tile_kernel(
     k_first = split * slice_tiles
     full_groups = slice_tiles // GROUP_TILES
     last_groups = k_tiles // GROUP_TILES - (splits - 1) * full_groups
-    groups = gl.where(split == splits - 1, last_groups, full_groups)
+    groups = gl.minimum(slice_tiles, k_tiles - k_first) // GROUP_TILES
     first, last = span(index, gl.num_programs(1), n_blocks, groups, PARTS)
     total = last - first
     block = first // groups
@@ -118,50 +118,48 @@ def w4_tile_kernel(
             _fetch_x(x_desc, x_ring, ready, stage, row_block * M, (k_first + x_ahead * GROUP_TILES) * 64, GROUP_TILES)
         x_ahead = gl.where(x_ahead + 1 == groups, 0, x_ahead + 1)
 
-    acc = gl.zeros([BN, M], gl.float32, mma)
-    for unit in range(total):
-        slot = unit % STAGES
-        async_copy.wait_group(STAGES - 2)
-        barrier()  # also: every warp is done with the stage that is filled below
-        words = w_ring.index(slot).load(w_layout)
-        scale = s_ring.index(slot).load(a_rows).to(gl.bfloat16)
-        mbarrier.wait(ready.index(slot), unit // STAGES & 1)
-        x_slot = slot * GROUP_TILES
-        if GROUP_TILES == 1:
-            a = scaled_operand(words, scale, BN, a_layout)
-            flight = warpgroup_mma(a, x_ring.index(x_slot).permute([1, 0]), acc, is_async=True)
-        else:
-            first_half, second_half = gl.split(words.reshape([2, 512 * TILES]).permute([1, 0]))
-            a = scaled_operand(first_half, scale, BN, a_layout)
-            flight = warpgroup_mma(a, x_ring.index(x_slot).permute([1, 0]), acc, is_async=True)
-            a2 = scaled_operand(second_half, scale, BN, a_layout)
-            flight = warpgroup_mma(a2, x_ring.index(x_slot + 1).permute([1, 0]), flight, is_async=True)
-        if unit + STAGES - 1 < total:
-            fill = (unit + STAGES - 1) % STAGES
-            copy_async(w_ring.index(fill), w_ptr)
-            copy_async(s_ring.index(fill), s_ptr)
-            _fetch_x(x_desc, x_ring, ready, fill, row_block * M, (k_first + ahead * GROUP_TILES) * 64, GROUP_TILES)
-        async_copy.commit_group()
-        w_ptr += UNIT
-        s_ptr += 64
-        ahead += 1
-        if ahead == groups:
-            ahead = 0
-            ahead_block += 1
-            w_tile = gl.minimum(ahead_block * TILES + word // 512 % TILES, n_tiles - 1)
-            w_ptr = packed_ptr + w_tile.to(gl.int64) * (k_tiles * 512) + k_word
-            s_ptr = scales_ptr + gl.minimum(ahead_block * TILES + row // 64, n_tiles - 1) * tile_scales + s_row
-        acc = warpgroup_mma_wait(0, deps=[flight])
-        if PDL and unit == total - 1:
+    unit = 0
+    while unit < total:
+        acc = gl.zeros([BN, M], gl.float32, mma)
+        for _ in range(gl.minimum(groups - group, total - unit)):
+            slot = unit % STAGES
+            async_copy.wait_group(STAGES - 2)
+            barrier()  # also: every warp is done with the stage that is filled below
+            words = w_ring.index(slot).load(w_layout)
+            scale = s_ring.index(slot).load(a_rows).to(gl.bfloat16)
+            mbarrier.wait(ready.index(slot), unit // STAGES & 1)
+            x_slot = slot * GROUP_TILES
+            if GROUP_TILES == 1:
+                a = scaled_operand(words, scale, BN, a_layout)
+                flight = warpgroup_mma(a, x_ring.index(x_slot).permute([1, 0]), acc, is_async=True)
+            else:
+                first_half, second_half = gl.split(words.reshape([2, 512 * TILES]).permute([1, 0]))
+                a = scaled_operand(first_half, scale, BN, a_layout)
+                flight = warpgroup_mma(a, x_ring.index(x_slot).permute([1, 0]), acc, is_async=True)
+                a2 = scaled_operand(second_half, scale, BN, a_layout)
+                flight = warpgroup_mma(a2, x_ring.index(x_slot + 1).permute([1, 0]), flight, is_async=True)
+            if unit + STAGES - 1 < total:
+                fill = (unit + STAGES - 1) % STAGES
+                copy_async(w_ring.index(fill), w_ptr)
+                copy_async(s_ring.index(fill), s_ptr)
+                _fetch_x(x_desc, x_ring, ready, fill, row_block * M, (k_first + ahead * GROUP_TILES) * 64, GROUP_TILES)
+            async_copy.commit_group()
+            w_ptr += UNIT
+            s_ptr += 64
+            ahead += 1
+            if ahead == groups:
+                ahead = 0
+                ahead_block += 1
+                w_tile = gl.minimum(ahead_block * TILES + word // 512 % TILES, n_tiles - 1)
+                w_ptr = packed_ptr + w_tile.to(gl.int64) * (k_tiles * 512) + k_word
+                s_ptr = scales_ptr + gl.minimum(ahead_block * TILES + row // 64, n_tiles - 1) * tile_scales + s_row
+            acc = warpgroup_mma_wait(0, deps=[flight])
+            unit += 1
+        if PDL and unit == total:
             pdl_launch()
-        group += 1
-        if group == groups or unit == total - 1:
-            place_slot, slots = place(
-                block, index, gl.num_programs(1), n_blocks, split, splits, full_groups, last_groups, PARTS
-            )
-            finish(
-                acc, out_ptr, parts_ptr, arrived_ptr, rows, n, block, place_slot, slots, M, BN, mma, PARTS, row_block
-            )
-            acc = gl.zeros([BN, M], gl.float32, mma)
-            group = 0
-            block += 1
+        place_slot, slots = place(
+            block, index, gl.num_programs(1), n_blocks, split, splits, full_groups, last_groups, PARTS
+        )
+        finish(acc, out_ptr, parts_ptr, arrived_ptr, rows, n, block, place_slot, slots, M, BN, mma, PARTS, row_block)
+        group = 0
+        block += 1

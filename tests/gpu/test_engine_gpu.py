@@ -77,14 +77,15 @@ def best_logprobs(engine, wanted):
 
 @pytest.mark.parametrize("count", [1, 3, 5, 8])
 def test_a_batch_agrees_with_each_request_alone(engine, count):
-    """Another number of rows takes another kernel plan, which may round differently: 0.05 in log probability.
+    """Another number of rows takes another kernel plan, which may round differently.
 
+    A logit between 8 and 16 has steps of 1/16 in bf16; two of them are allowed, 0.125 in log probability.
     (On a CPU in float32 the tokens are equal: tests/engine.)
     """
     wanted = prompts(count)
     together = best_logprobs(engine, wanted)
     alone = [best_logprobs(engine, [prompt])[0] for prompt in wanted]
-    assert together == pytest.approx(alone, abs=0.05)
+    assert together == pytest.approx(alone, abs=0.126)
 
 
 def test_poisoned_free_pages_reach_no_answer(expected):

@@ -14,6 +14,7 @@ import torch
 from engine.batch import Batch
 from engine.cache import Cache
 from engine.config import DeltaNet, ModelConfig, MoeFfn
+from engine.kernels._launch import whole
 from engine.layers.build import Build
 from engine.models import model_config
 from engine.models.decoder import Decoder
@@ -81,7 +82,7 @@ def steps(vocab: int, decoder: Decoder, device: str, dtype: torch.dtype) -> list
         )  # fmt: skip
         moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in vars(batch).items()}
         with torch.inference_mode():
-            out.append(decoder(Batch(**moved), cache.layers).float().cpu())
+            out.append(whole(decoder(Batch(**moved), cache.layers)).float().cpu())
     return out
 
 
