@@ -139,6 +139,7 @@ def hopper(rows: int, n: int, k: int, group: int = 128, **plan: object) -> None:
 CASES: dict[str, Callable[[], object]] = {
     "rms_norm": lambda: rms_norm_triton(empty(16, 5120), empty(5120), 1e-6),
     "add_rms_norm": lambda: add_rms_norm_triton(partials(4, 16, 5120), empty(16, 5120), empty(5120), 1e-6),
+    "add_rms_norm of many parts": lambda: add_rms_norm_triton(partials(9, 8, 5120), empty(8, 5120), empty(5120), 1e-6),
     "silu_mul": lambda: silu_mul_triton(partials(4, 16, 34816)),
     "clamped_swiglu": lambda: clamped_swiglu_triton(empty(16, 5760), 7.0, 1.702),
     "rope qwen3": lambda: rope(QWEN3, BF16, 4),

@@ -310,7 +310,7 @@ def _tile(x: Tensor, w: QuantWeight, p: Plan) -> Tensor:
         w4_tile_kernel, (-(-x.shape[0] // p.rows), p.programs_of(w.n_tiles, w.k_tiles, group_tiles), p.splits),
         TensorDescriptor(x, list(x.shape), list(x.stride()), [p.rows, 64], NVMMASharedLayout(128, 16, 2)),
         w.packed.view(torch.int32), w.scales, out, partial, counters, x.shape[0], w.n,
-        -(-w.n_tiles * 64 // p.block), w.n_tiles, w.k_tiles, p.slice_tiles(w.k_tiles, group_tiles),
+        -(-w.n_tiles * 64 // p.block), w.k_tiles, p.slice_tiles(w.k_tiles, group_tiles),
         M=p.rows, BN=p.block, WARPS=p.warps, GROUP_TILES=group_tiles, STAGES=p.stages,
         PARTS=p.hands_over, num_warps=p.warps, maxnreg=p.registers(w.k_tiles, group_tiles),
     )  # fmt: skip

@@ -31,7 +31,6 @@ def w4_tile_kernel(
     rows,
     n,
     n_blocks,
-    n_tiles,
     k_tiles,
     slice_tiles,
     M: gl.constexpr,
@@ -46,9 +45,9 @@ def w4_tile_kernel(
 
     Program (r, p, s) owns M rows from r * M on and, of slice s of K (slice_tiles tiles of 64 inputs, the last slice
     fewer), its `span` of units: a unit is one scale group of a block of BN outputs, block by block. Grid (row blocks,
-    programs, splits), rows fastest: the programs that share weights run together. Requirements: k_tiles a multiple of
-    GROUP_TILES, no slice and no span empty; row tiles past n_tiles and rows of x past its end may be covered, the first
-    are read as the last row tile and never stored, the second are 0.
+    programs, splits), rows fastest: the programs that share weights run together. Requirements: blocks that cover whole
+    row tiles (n_blocks * BN = 64 * row tiles), k_tiles a multiple of GROUP_TILES, no slice and no span empty; rows of x
+    past its end arrive as 0.
 
     A unit takes GROUP_TILES x BN x 32 bytes of weights and BN scales by cp.async, [GROUP_TILES, M, 64] of x by TMA;
     STAGES of each are in flight, also over the ends of blocks. The weight is scaled while it is unpacked (one rounding
@@ -85,31 +84,28 @@ def w4_tile_kernel(
     s_ring = gl.allocate_shared_memory(scales_ptr.dtype.element_ty, [STAGES, BN], gl.SwizzledSharedLayout(2, 1, 1, [0]))
 
     word = gl.arange(0, TILES * UNIT, w_layout)
+    tile_words = k_tiles * 512
+    start_tile = block * TILES * k_tiles + k_first + group * GROUP_TILES
     # the words of a unit: the first k tile of every row tile, then the second
-    k_word = k_first * 512 + word // (512 * TILES) * 512 + word % 512
+    w_off = (word // 512 % TILES) * tile_words + word // (512 * TILES) * 512 + word % 512
+    w_ptr = packed_ptr + start_tile.to(gl.int64) * 512 + w_off
     row = gl.arange(0, BN, s_layout)
-    s_row = row % 64 + k_first // GROUP_TILES * 64
     tile_scales = k_tiles // GROUP_TILES * 64
+    s_ptr = scales_ptr + (start_tile // GROUP_TILES) * 64 + row // 64 * tile_scales + row % 64
+    w_jump = TILES * tile_words - groups * UNIT
+    s_jump = TILES * tile_scales - groups * 64
 
     ahead = group
-    w_tile = gl.minimum(block * TILES + word // 512 % TILES, n_tiles - 1)
-    w_ptr = packed_ptr + w_tile.to(gl.int64) * (k_tiles * 512) + k_word + ahead * UNIT
-    s_ptr = scales_ptr + gl.minimum(block * TILES + row // 64, n_tiles - 1) * tile_scales + s_row + ahead * 64
-    ahead_block = block
     for stage in gl.static_range(STAGES - 1):
         if stage < total:
             copy_async(w_ring.index(stage), w_ptr)
             copy_async(s_ring.index(stage), s_ptr)
         async_copy.commit_group()
-        w_ptr += UNIT
-        s_ptr += 64
         ahead += 1
-        if ahead == groups:
-            ahead = 0
-            ahead_block += 1
-            w_tile = gl.minimum(ahead_block * TILES + word // 512 % TILES, n_tiles - 1)
-            w_ptr = packed_ptr + w_tile.to(gl.int64) * (k_tiles * 512) + k_word
-            s_ptr = scales_ptr + gl.minimum(ahead_block * TILES + row // 64, n_tiles - 1) * tile_scales + s_row
+        wrap = ahead == groups
+        w_ptr += UNIT + gl.where(wrap, w_jump, 0)
+        s_ptr += 64 + gl.where(wrap, s_jump, 0)
+        ahead = gl.where(wrap, 0, ahead)
     if PDL:
         pdl_wait()
     x_ahead = group
@@ -144,15 +140,11 @@ def w4_tile_kernel(
                 copy_async(s_ring.index(fill), s_ptr)
                 _fetch_x(x_desc, x_ring, ready, fill, row_block * M, (k_first + ahead * GROUP_TILES) * 64, GROUP_TILES)
             async_copy.commit_group()
-            w_ptr += UNIT
-            s_ptr += 64
             ahead += 1
-            if ahead == groups:
-                ahead = 0
-                ahead_block += 1
-                w_tile = gl.minimum(ahead_block * TILES + word // 512 % TILES, n_tiles - 1)
-                w_ptr = packed_ptr + w_tile.to(gl.int64) * (k_tiles * 512) + k_word
-                s_ptr = scales_ptr + gl.minimum(ahead_block * TILES + row // 64, n_tiles - 1) * tile_scales + s_row
+            wrap = ahead == groups
+            w_ptr += UNIT + gl.where(wrap, w_jump, 0)
+            s_ptr += 64 + gl.where(wrap, s_jump, 0)
+            ahead = gl.where(wrap, 0, ahead)
             acc = warpgroup_mma_wait(0, deps=[flight])
             unit += 1
         if PDL and unit == total:

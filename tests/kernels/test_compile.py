@@ -15,22 +15,15 @@ from tools.compile_offline import main_loop, problems, read_record, spills
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("case", ["decode qwen3 int8", "prefill qwen3.5", "add_rms_norm"])
-def test_a_kernel_compiles_for_every_gpu_within_its_record(case):
+@pytest.mark.parametrize("target", ["80", "90", "120"])
+def test_every_kernel_compiles_within_its_record(target):
     # the record holds for one version of Triton; under another the tool judges spills and shared memory alone
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-m", "tools.compile_offline", case]
+    command = [sys.executable, "-m", "tools.compile_offline", "--targets", target]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert all(target in done.stdout for target in ("sm_80", "sm_90", "sm_120"))
-
-
-def test_a_wgmma_kernel_compiles_for_hopper_alone():
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-m", "tools.compile_offline", "hopper"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.count("sm_90") == 7 and "sm_80" not in done.stdout
+    assert len({line.split(" / ")[0] for line in done.stdout.splitlines() if f"sm_{target}" in line}) > 45
+    assert ("hopper" in done.stdout) == (target == "90"), "the wgmma kernels are for Hopper alone"
 
 
 def test_unpacking_stays_short():

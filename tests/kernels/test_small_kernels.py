@@ -51,6 +51,18 @@ def test_norm_kernels_for_any_shape(rows, width, splits, plus_one, half):
     assert torch.equal(rms_norm_triton(residual, weight, 1e-5, plus_one), out)
 
 
+@settings(max_examples=10, deadline=None)
+@given(rows=st.integers(1, 4), width=st.integers(1, 3000), splits=st.integers(1, 9), plus_one=st.booleans())
+def test_a_row_cut_into_slices_gives_the_same_norm(rows, width, splits, plus_one):
+    y, weight = random(splits, rows, width), random(width, seed=2)
+    first, second = random(rows, width, seed=1), random(rows, width, seed=1)
+    for _ in range(2):  # the second round finds the counters as the first left them
+        expected = add_rms_norm_triton(y, first, weight, 1e-5, plus_one, sliced=False)
+        out = add_rms_norm_triton(y, second, weight, 1e-5, plus_one, sliced=True)
+        assert torch.equal(second, first)
+        assert torch.allclose(out, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_norm_of_a_row_does_not_depend_on_the_batch():
     x, weight = random(700, 40), random(40)
     whole = rms_norm_triton(x, weight, 1e-6)

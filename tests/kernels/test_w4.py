@@ -1,5 +1,6 @@
 """The 4-bit form, its plans, and the plain kernels in Triton's interpreter against the reference dequantization."""
 
+import itertools
 import json
 from dataclasses import fields
 from pathlib import Path
@@ -199,15 +200,38 @@ def test_a_wrong_width_is_refused_in_one_line():
 # -------------------------------------------------------------------------------------------------------- plans
 
 
+def check_shares(p: w4.Plan, n_tiles: int, k_tiles: int, group_tiles: int) -> None:
+    """Every unit has one owner, no program is idle, and a block's slots hold all of its parts (`w4_gluon.span`)."""
+    blocks, programs = n_tiles * 64 // p.block, p.programs_of(n_tiles, k_tiles, group_tiles)
+    per_slice = p.slice_tiles(k_tiles, group_tiles) // group_tiles
+    shares = [0] * blocks
+    for split in range(p.splits):
+        groups = min(per_slice, k_tiles // group_tiles - split * per_slice)
+        units = blocks * groups
+        assert 1 <= programs <= (blocks if p.hands_over else units)
+        starts = [i * (blocks if p.hands_over else units) // programs for i in range(programs + 1)]
+        for first, after in itertools.pairwise(starts):
+            assert first < after
+            if p.hands_over:
+                continue
+            for block in range(first // groups, (after - 1) // groups + 1):
+                shares[block] += 1
+                owner = ((max(first, block * groups) + 1) * programs - 1) // units
+                assert starts[owner] <= max(first, block * groups) < starts[owner + 1]
+    if not p.hands_over:
+        assert max(shares) <= p.slots(n_tiles, k_tiles, group_tiles)
+
+
 def check_plan(p: w4.Plan, n_tiles: int, k_tiles: int, group_tiles: int, rows: int) -> None:
     groups = k_tiles // group_tiles
     per_slice = p.slice_tiles(k_tiles, group_tiles) // group_tiles
     assert per_slice * p.splits >= groups and per_slice * (p.splits - 1) < groups, "a slice is empty or missing"
     assert p.shared_bytes(k_tiles, group_tiles) + 4096 <= SHARED_LIMIT
     assert p.block in (64, 128) and p.stages >= 2 and p.programs >= 0
+    assert n_tiles * 64 % p.block == 0, "the kernels read whole blocks"
+    check_shares(p, n_tiles, k_tiles, group_tiles)
     if p.kind == "stream":
-        assert p.rows == rows <= 16 and p.warps == 4 and p.parts
-        assert n_tiles * 64 % p.block == 0, "the stream kernel reads whole blocks"
+        assert p.rows == rows <= 16 and p.warps == 4
     else:
         assert p.kind == "tile" and p.rows in (8, 16, 32, 64, 128)
         assert p.rows <= rows and p.block >= 16 * p.warps
