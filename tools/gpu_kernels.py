@@ -12,7 +12,7 @@ import argparse
 import itertools
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 from engine.batch import Batch, LayerCache
 from engine.config import Attention, Rope
 from engine.kernels import activation, attention_decode, attention_prefill, bench, norm, rope, sample
-from engine.kernels._launch import capability, launch_options
+from engine.kernels._launch import capability, launch_options, multiprocessors
 from engine.kernels.bench import BF16, DEVICE, FP8, INT8, make_batch, make_cache, random
 
 BANDWIDTH = 4.3e12
@@ -187,7 +187,7 @@ def dense(q: Tensor, cache: LayerCache, batch: Batch, spec: Attention, rows: lis
 def decode_cases(tune: bool) -> Iterator[Case]:
     geometries = [(32, 8, 128), (64, 8, 128), (64, 4, 128), (16, 2, 256)]
     loads = [(1, 1000), (1, 64000), (64, 4000), (16, 1000)]
-    yield from short_decode_cases()
+    yield from short_decode_cases(tune)
     for (heads, kv_heads, dim), (requests, length), dtype in itertools.product(geometries, loads, (BF16, INT8, FP8)):
         if dtype != BF16 and (requests, length) in [(1, 1000), (16, 1000)]:
             continue
@@ -220,19 +220,27 @@ def decode_cases(tune: bool) -> Iterator[Case]:
 
             label = name if config is None else f"{name} {tuple(config.values())}"
             yield Case(label, moved, make, None if config else check)
-        yield from gluon_cases(name, spec, dtype, moved, inputs, length, tune)
+        yield from gluon_cases(name, spec, dtype, moved, inputs, requests, length, tune)
 
 
 def gluon_cases(
-    name: str, spec: Attention, dtype: torch.dtype, moved: float, inputs: Callable[[], tuple], length: int, tune: bool
+    name: str,
+    spec: Attention,
+    dtype: torch.dtype,
+    moved: float,
+    inputs: Callable[[], tuple],
+    requests: int,
+    length: int,
+    tune: bool,
 ) -> Iterator[Case]:
     """The Gluon kernel on the inputs of a decode case: in its own configuration, with `tune` in others too."""
     q, cache = random(1, spec.heads, spec.head_dim), make_cache(1, spec.kv_heads, spec.head_dim, dtype)
     if not attention_decode.gluon_serves(q, cache):
         return
-    own = attention_decode.gluon_config(spec.kv_heads, spec.head_dim, cache.k.element_size(), *capability(q))
-    shapes = itertools.product((own.parts, 8), (2, 3, 4, 5, 6), (1, 2)) if tune else ()
-    for config in [own, *(attention_decode.GluonConfig(p, own.longest, s, n) for p, s, n in shapes)]:
+    size, processors = cache.k.element_size(), multiprocessors(q)
+    own = attention_decode.gluon_config(requests, spec.kv_heads, spec.head_dim, size, capability(q), processors)
+    others = [replace(own, stages=2, programs=2), replace(own, shortest=64, parts=16), replace(own, shortest=128)]
+    for config in dict.fromkeys([own, *(others if tune else ())]):
 
         def run(arguments: tuple, config=config) -> Tensor:
             return attention_decode.decode_attention_gluon(*arguments, spec.scale, config=config)
@@ -248,13 +256,13 @@ def gluon_cases(
             assert torch.equal(out, run(arguments))
             return error(out[row:], dense(*arguments, spec, [(row, row, length)]), 0.005)
 
-        yield Case(f"{name} gluon {config.parts, config.stages, config.programs}", moved, make, check)
+        yield Case(f"{name} gluon {astuple(config)}", moved, make, check)
 
 
-def short_decode_cases() -> Iterator[Case]:
+def short_decode_cases(tune: bool) -> Iterator[Case]:
     """Short contexts, where launches and latency count: both kernels."""
     geometries = [(32, 8, 64), (32, 8, 128), (64, 8, 128)]
-    for (heads, kv_heads, dim), requests, length in itertools.product(geometries, (1, 8, 16, 64), (128, 416, 1000)):
+    for (heads, kv_heads, dim), requests, length in itertools.product(geometries, (1, 8, 16, 64), (170, 1000)):
         spec = Attention(heads, kv_heads, dim, Rope(rotary_dim=dim), dim**-0.5)
         moved = requests * length * kv_heads * 4 * dim
         name = f"short decode {requests} x {length}, {heads}/{kv_heads}x{dim} bfloat16"
@@ -272,7 +280,7 @@ def short_decode_cases() -> Iterator[Case]:
             return lambda: attention_decode.decode_attention(*arguments, spec.scale)
 
         yield Case(name, moved, make)
-        yield from gluon_cases(name, spec, BF16, moved, inputs, length, False)
+        yield from gluon_cases(name, spec, BF16, moved, inputs, requests, length, tune)
 
 
 def prefill_cases(tune: bool) -> Iterator[Case]:

@@ -1,12 +1,12 @@
 """Attention of one new token of every request over the paged cache, split over the keys (flash decoding).
 
-Keys are cut into segments whose length depends on the request alone, so that a row's result does not depend on what
-else is in the batch. The work items (request, segment, key head) are dealt to as many programs as the GPU holds. The
-grid depends on bounds alone: a captured graph serves every length. Two forms:
+Keys are cut into segments whose length depends on the request and on the number of rows, so that a row's result does
+not depend on what the other rows hold. The work items (request, segment, key head) are dealt to as many programs as the
+GPU holds. The grid depends on bounds alone: a captured graph serves every length. Two forms:
 
-- Triton, in use: segments of a fixed length; a second launch combines the segments of every head in order.
-- Gluon, called by name until it is measured (sm_80 and later; 16-bit pages of the query's dtype, or 8 bit; pages of 64
-  keys; heads of 64 and 128): one launch; the last program of a request and key head combines.
+- Gluon (sm_80 and later; 16-bit pages of the query's dtype, or 8 bit; pages of 64 keys; heads of 64 and 128): one
+  launch; the last program of a request and key head combines.
+- Triton, for the rest: segments of a fixed length; a second launch combines the segments of every head in order.
 """
 
 from __future__ import annotations
@@ -109,10 +109,11 @@ def decode_attention_triton(
 
 @dataclass(frozen=True)
 class GluonConfig:
-    """`parts`: segments of a request until they are `longest` keys long; `stages`: tiles of 64 keys in the ring, one
-    less in flight; `programs`: programs a multiprocessor."""
+    """`parts`: segments of a request while they are between `shortest` and `longest` keys long; `stages`: tiles of 64
+    keys in the ring, one less in flight; `programs`: programs a multiprocessor."""
 
     parts: int
+    shortest: int
     longest: int
     stages: int
     programs: int
@@ -133,15 +134,26 @@ def gluon_serves(q: Tensor, cache: LayerCache) -> bool:
     )  # fmt: skip
 
 
-def gluon_config(kv_heads: int, head_dim: int, cache_bytes: int, major: int, minor: int) -> GluonConfig:
-    """Enough segments for one long request to fill the GPU; a ring that leaves room for two programs on sm_90.
+def gluon_config(
+    requests: int, kv_heads: int, head_dim: int, cache_bytes: int, target: tuple[int, int], processors: int
+) -> GluonConfig:
+    """As many segments a request as fill the GPU, none of a short one: an extra segment costs more than a few tiles.
 
-    Joining the warps takes 256 bytes a head dimension beside the ring.
+    Depends on `requests` by its next power of two, so that a captured bucket and an eager step do the same. Where every
+    request and key head has a processor to itself, one program takes all of its shared memory for the ring. Joining the
+    warps takes 256 bytes a head dimension beside the ring.
     """
-    tile = 2 * 64 * head_dim * cache_bytes
-    ring = 80 * 1024 if (major, minor) == (9, 0) else 48 * 1024
-    parts = 16 if kv_heads >= 8 else 32 if kv_heads >= 4 else 64
-    return GluonConfig(parts, max(256, min(1024, 128 * kv_heads)), max(2, min(6, ring // tile)), 2)
+    pairs = power_of_2(requests) * kv_heads
+    alone = target == (9, 0) and pairs <= processors
+    ring = (160 if alone else 80) * 1024 if target == (9, 0) else 48 * 1024
+    most = 16 if kv_heads >= 8 else 32 if kv_heads >= 4 else 64
+    return GluonConfig(
+        parts=max(1, min(most, 2 * processors // pairs)),
+        shortest=256,
+        longest=max(256, min(1024, 128 * kv_heads)),
+        stages=max(2, min(6, ring // (2 * 64 * head_dim * cache_bytes))),
+        programs=1 if alone else 2,
+    )
 
 
 @lru_cache(maxsize=8)
@@ -190,9 +202,9 @@ def decode_attention_gluon(
     if not requests:
         return out
     _, kv_heads, page_size, _ = cache.k.shape
-    config = config or gluon_config(kv_heads, dim, cache.k.element_size(), *capability(q))
-    shortest = -(-batch.max_kv // 64)
-    segments = max(1, min(shortest, max(config.parts, -(-batch.max_kv // config.longest))) + 1)
+    config = config or gluon_config(requests, kv_heads, dim, cache.k.element_size(), capability(q), multiprocessors(q))
+    finest = -(-batch.max_kv // config.shortest)
+    segments = max(1, min(finest, max(config.parts, -(-batch.max_kv // config.longest))) + 1)
     programs = min(requests * segments * kv_heads, multiprocessors(q) * config.programs)
     partial = torch.empty((requests, heads, segments, dim), dtype=torch.float32, device=q.device)
     lse = torch.empty((requests, heads, segments), dtype=torch.float32, device=q.device)
@@ -205,7 +217,7 @@ def decode_attention_gluon(
         batch.page_table.stride(0), requests, segments, scale * LOG2_E,
         KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim, PAGE=page_size, REQUESTS=max(32, power_of_2(requests)),
         E=values, FP8=cache.k.dtype == torch.float8_e4m3fn, T=computed, Q=triton_dtype(q.dtype), WINDOW=window or 0,
-        SINKS=sinks is not None, PARTS=config.parts, LONGEST=config.longest, CONTIGUOUS=contiguous,
-        STAGES=config.stages, num_warps=4, **_word_layouts(dim // values),
+        SINKS=sinks is not None, PARTS=config.parts, SHORTEST=config.shortest, LONGEST=config.longest,
+        CONTIGUOUS=contiguous, STAGES=config.stages, num_warps=4, **_word_layouts(dim // values),
     )  # fmt: skip
     return out

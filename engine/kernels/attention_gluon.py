@@ -103,9 +103,12 @@ def _unpack(words, E: gl.constexpr, FP8: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def _segment_keys(seen, PARTS: gl.constexpr, LONGEST: gl.constexpr):
-    """Keys of a segment for a request that reads `seen` keys: at most PARTS segments until they are LONGEST long."""
-    keys = seen * 0 + TILE
+def _segment_keys(seen, PARTS: gl.constexpr, SHORTEST: gl.constexpr, LONGEST: gl.constexpr):
+    """Keys of a segment for a request that reads `seen` keys: SHORTEST, doubled while PARTS segments do not reach.
+
+    Not beyond LONGEST; both are TILE times a power of two.
+    """
+    keys = seen * 0 + SHORTEST
     for _ in gl.static_range(6):
         keys = gl.where((keys * PARTS < seen) & (keys < LONGEST), keys * 2, keys)
     return keys
@@ -113,7 +116,7 @@ def _segment_keys(seen, PARTS: gl.constexpr, LONGEST: gl.constexpr):
 
 @gluon.jit
 def _locate(item, lane, lengths, counts, ends, KV_HEADS: gl.constexpr, WINDOW: gl.constexpr, PARTS: gl.constexpr,
-            LONGEST: gl.constexpr):  # fmt: skip
+            SHORTEST: gl.constexpr, LONGEST: gl.constexpr):  # fmt: skip
     """(request, head, segment counted from the first that is read, segments, first key, end, kv_len) of a work item."""
     unit = item // KV_HEADS
     before = ends <= unit
@@ -121,7 +124,7 @@ def _locate(item, lane, lengths, counts, ends, KV_HEADS: gl.constexpr, WINDOW: g
     segment = unit - gl.sum(gl.where(before, counts, 0), 0)
     kv_len = gl.sum(gl.where(lane == request, lengths, 0), 0)
     lowest = gl.maximum(kv_len - WINDOW, 0) if WINDOW else kv_len * 0
-    keys = _segment_keys(kv_len - lowest, PARTS, LONGEST)
+    keys = _segment_keys(kv_len - lowest, PARTS, SHORTEST, LONGEST)
     first = lowest // keys
     count = (kv_len + keys - 1) // keys - first
     low = gl.maximum((first + segment) * keys, lowest)
@@ -217,7 +220,7 @@ def decode_attention_kernel(
     table_ptr, table_stride, requests, segments, scale,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, REQUESTS: gl.constexpr,
     E: gl.constexpr, FP8: gl.constexpr, T: gl.constexpr, Q: gl.constexpr, WINDOW: gl.constexpr, SINKS: gl.constexpr,
-    PARTS: gl.constexpr, LONGEST: gl.constexpr, CONTIGUOUS: gl.constexpr, STAGES: gl.constexpr,
+    PARTS: gl.constexpr, SHORTEST: gl.constexpr, LONGEST: gl.constexpr, CONTIGUOUS: gl.constexpr, STAGES: gl.constexpr,
     k_layout: gl.constexpr, v_layout: gl.constexpr, v_pairs: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Work items (request, segment, key head), head fastest, for program_id, + programs, ...
@@ -235,7 +238,8 @@ def decode_attention_kernel(
     p_operand: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     v_operand: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
     row_layout: gl.constexpr = gl.SliceLayout(2, mma)
-    lane_layout: gl.constexpr = gl.BlockedLayout([REQUESTS // 32], [32], [4], [0])
+    # every warp holds all requests, so that looking up a work item needs no exchange between warps
+    lane_layout: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([REQUESTS // 32, 1], [32, 1], [1, 4], [0, 1]))
     shared: gl.constexpr = gl.SwizzledSharedLayout(VEC, 1, 8 if C >= 32 else 4, [1, 0])
 
     k_ring = gl.allocate_shared_memory(gl.int32, [STAGES, TILE, C], shared)
@@ -243,16 +247,17 @@ def decode_attention_kernel(
     lane = gl.arange(0, REQUESTS, lane_layout)
     lengths = gl.load(kv_len_ptr + lane, mask=lane < requests, other=0)
     lowest = gl.maximum(lengths - WINDOW, 0) if WINDOW else lengths * 0
-    keys = _segment_keys(lengths - lowest, PARTS, LONGEST)
+    keys = _segment_keys(lengths - lowest, PARTS, SHORTEST, LONGEST)
     counts = (lengths + keys - 1) // keys - lowest // keys
-    ends = gl.associative_scan(counts, 0, _add)
+    spread: gl.constexpr = gl.BlockedLayout([REQUESTS // 32], [32], [4], [0])
+    ends = gl.convert_layout(gl.associative_scan(gl.convert_layout(counts, spread), 0, _add), lane_layout)
     items = gl.sum(counts, 0) * KV_HEADS
     programs = gl.num_programs(0)
 
     # the copies' place: item, its bounds, and the next tile's first key and page
     c_item = gl.program_id(0)
     c_request, c_head, _c_segment, _c_count, c_low, c_high, c_len = _locate(
-        c_item, lane, lengths, counts, ends, KV_HEADS, WINDOW, PARTS, LONGEST
+        c_item, lane, lengths, counts, ends, KV_HEADS, WINDOW, PARTS, SHORTEST, LONGEST
     )
     c_start = c_low // TILE * TILE
     issued = 0
@@ -267,7 +272,7 @@ def decode_attention_kernel(
             if c_start >= c_high:
                 c_item += programs
                 c_request, c_head, _c_segment, _c_count, c_low, c_high, c_len = _locate(
-                    c_item, lane, lengths, counts, ends, KV_HEADS, WINDOW, PARTS, LONGEST
+                    c_item, lane, lengths, counts, ends, KV_HEADS, WINDOW, PARTS, SHORTEST, LONGEST
                 )
                 c_start = c_low // TILE * TILE
     if PDL:
@@ -283,7 +288,7 @@ def decode_attention_kernel(
                 if c_start >= c_high:
                     c_item += programs
                     c_request, c_head, _c_segment, _c_count, c_low, c_high, c_len = _locate(
-                        c_item, lane, lengths, counts, ends, KV_HEADS, WINDOW, PARTS, LONGEST
+                        c_item, lane, lengths, counts, ends, KV_HEADS, WINDOW, PARTS, SHORTEST, LONGEST
                     )
                     c_start = c_low // TILE * TILE
             async_copy.commit_group()
@@ -294,7 +299,7 @@ def decode_attention_kernel(
     tile = 0
     for item in range(gl.program_id(0), items, programs):
         request, head, segment, count, low, high, _length = _locate(
-            item, lane, lengths, counts, ends, KV_HEADS, WINDOW, PARTS, LONGEST
+            item, lane, lengths, counts, ends, KV_HEADS, WINDOW, PARTS, SHORTEST, LONGEST
         )
         q = _load_query(q_ptr, request, head, KV_HEADS, GROUP, E, C, Q, T, q_operand)
         acc = gl.zeros([4, 16, DIM], gl.float32, mma)
@@ -321,7 +326,7 @@ def decode_attention_kernel(
                 if c_start >= c_high:
                     c_item += programs
                     c_request, c_head, _c_segment, _c_count, c_low, c_high, c_len = _locate(
-                        c_item, lane, lengths, counts, ends, KV_HEADS, WINDOW, PARTS, LONGEST
+                        c_item, lane, lengths, counts, ends, KV_HEADS, WINDOW, PARTS, SHORTEST, LONGEST
                     )
                     c_start = c_low // TILE * TILE
                 if c_item < items:
