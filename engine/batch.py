@@ -23,7 +23,8 @@ class Batch:
     state_slots [R] int32: recurrent-state slot of each request; slot 0 is the null slot, for padding.
     sample_rows [S] int32: the rows whose logits are wanted.
     decode: every request has exactly one row (T == R).
-    max_query, max_kv: host bounds on rows a request and on kv_len (a captured graph holds its bucket's bounds).
+    max_query, max_kv: host bounds on rows a request and on kv_len, the largest ones in a step that is not captured (a
+    captured graph holds its bucket's bounds).
     """
 
     tokens: Tensor
