@@ -125,7 +125,7 @@ def _source_type(kernel: Any) -> Any:
 
 def _weights_a_round(launch: Launch) -> int | None:
     """Weights that a program of a 4-bit product takes in one round of its main loop."""
-    if launch.kernel.is_gluon():
+    if "GROUP_TILES" in launch.meta:
         return launch.meta["BN"] * 64 * launch.meta["GROUP_TILES"]
     return 64 * 64 if launch.kernel.__name__ in ("w4_dot_kernel", "w4_gemv_kernel") else None
 

@@ -230,9 +230,9 @@ def gluon_cases(
     q, cache = random(1, spec.heads, spec.head_dim), make_cache(1, spec.kv_heads, spec.head_dim, dtype)
     if not attention_decode.gluon_serves(q, cache):
         return
-    own = attention_decode.gluon_config(spec.kv_heads, spec.head_dim, cache.k.element_size(), *capability(q))
-    shapes = itertools.product((own.parts, 8), (2, 3, 4, 5, 6), (1, 2)) if tune else ()
-    for config in [own, *(attention_decode.GluonConfig(p, own.longest, s, n) for p, s, n in shapes)]:
+    own = attention_decode.gluon_config(requests, spec.kv_heads, spec.head_dim, cache.k.element_size(), *capability(q))
+    shapes = itertools.product((4, 8, 16), (64, 256), (2, 3, 4, 6), (1, 2)) if tune else ()
+    for config in [own, *(attention_decode.GluonConfig(p, k, own.longest, s, n) for p, k, s, n in shapes)]:
 
         def run(arguments: tuple, config=config) -> Tensor:
             return attention_decode.decode_attention_gluon(*arguments, spec.scale, config=config)

@@ -109,13 +109,21 @@ def decode_attention_triton(
 
 @dataclass(frozen=True)
 class GluonConfig:
-    """`parts`: segments of a request until they are `longest` keys long; `stages`: tiles of 64 keys in the ring, one
-    less in flight; `programs`: programs a multiprocessor."""
+    """How decode_attention_gluon cuts and copies; the first three depend on the model alone, so that a row's bits do.
+
+    A segment has `shortest` keys, doubled up to `longest` while more than `parts` would be needed. `stages`: tiles of
+    64 keys in the ring, one less in flight; `programs`: programs a multiprocessor.
+    """
 
     parts: int
+    shortest: int
     longest: int
     stages: int
     programs: int
+
+    def segments(self, max_kv: int) -> int:
+        """Most segments of a request of at most `max_kv` tokens."""
+        return max(1, min(-(-max_kv // self.shortest), max(self.parts, -(-max_kv // self.longest))))
 
 
 def gluon_serves(q: Tensor, cache: LayerCache) -> bool:
@@ -133,15 +141,18 @@ def gluon_serves(q: Tensor, cache: LayerCache) -> bool:
     )  # fmt: skip
 
 
-def gluon_config(kv_heads: int, head_dim: int, cache_bytes: int, major: int, minor: int) -> GluonConfig:
-    """Enough segments for one long request to fill the GPU; a ring that leaves room for two programs on sm_90.
+def gluon_config(requests: int, kv_heads: int, head_dim: int, cache_bytes: int, major: int, minor: int) -> GluonConfig:
+    """Segments long enough that a short request needs no combining; a ring as deep as shared memory allows on sm_90.
 
-    Joining the warps takes 256 bytes a head dimension beside the ring.
+    Few requests leave one program a multiprocessor, which takes all of its shared memory: its tiles then arrive in one
+    round trip. Joining the warps takes 128 bytes a head dimension beside the ring.
     """
     tile = 2 * 64 * head_dim * cache_bytes
-    ring = 80 * 1024 if (major, minor) == (9, 0) else 48 * 1024
-    parts = 16 if kv_heads >= 8 else 32 if kv_heads >= 4 else 64
-    return GluonConfig(parts, max(256, min(1024, 128 * kv_heads)), max(2, min(6, ring // tile)), 2)
+    alone = requests * kv_heads <= 128
+    ring = (192 if alone else 96) * 1024 if (major, minor) == (9, 0) else 48 * 1024
+    parts = 8 if kv_heads >= 8 else 16 if kv_heads >= 4 else 32
+    longest = max(256, min(1024, 128 * kv_heads))
+    return GluonConfig(parts, 256, longest, max(2, min(6, ring // tile)), 1 if alone else 2)
 
 
 @lru_cache(maxsize=8)
@@ -190,9 +201,8 @@ def decode_attention_gluon(
     if not requests:
         return out
     _, kv_heads, page_size, _ = cache.k.shape
-    config = config or gluon_config(kv_heads, dim, cache.k.element_size(), *capability(q))
-    shortest = -(-batch.max_kv // 64)
-    segments = max(1, min(shortest, max(config.parts, -(-batch.max_kv // config.longest))) + 1)
+    config = config or gluon_config(requests, kv_heads, dim, cache.k.element_size(), *capability(q))
+    segments = config.segments(batch.max_kv)
     programs = min(requests * segments * kv_heads, multiprocessors(q) * config.programs)
     partial = torch.empty((requests, heads, segments, dim), dtype=torch.float32, device=q.device)
     lse = torch.empty((requests, heads, segments), dtype=torch.float32, device=q.device)
@@ -205,7 +215,7 @@ def decode_attention_gluon(
         batch.page_table.stride(0), requests, segments, scale * LOG2_E,
         KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim, PAGE=page_size, REQUESTS=max(32, power_of_2(requests)),
         E=values, FP8=cache.k.dtype == torch.float8_e4m3fn, T=computed, Q=triton_dtype(q.dtype), WINDOW=window or 0,
-        SINKS=sinks is not None, PARTS=config.parts, LONGEST=config.longest, CONTIGUOUS=contiguous,
-        STAGES=config.stages, num_warps=4, **_word_layouts(dim // values),
+        SINKS=sinks is not None, PARTS=config.parts, SHORTEST=config.shortest, LONGEST=config.longest,
+        CONTIGUOUS=contiguous, STAGES=config.stages, num_warps=4, **_word_layouts(dim // values),
     )  # fmt: skip
     return out

@@ -103,9 +103,15 @@ def _unpack(words, E: gl.constexpr, FP8: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def _segment_keys(seen, PARTS: gl.constexpr, LONGEST: gl.constexpr):
-    """Keys of a segment for a request that reads `seen` keys: at most PARTS segments until they are LONGEST long."""
-    keys = seen * 0 + TILE
+def _first_tile(length, WINDOW: gl.constexpr):
+    """The first key of the first tile that a request of `length` tokens reads: segments are counted from it."""
+    return gl.maximum(length - WINDOW, 0) // TILE * TILE if WINDOW else length * 0
+
+
+@gluon.jit
+def _segment_keys(seen, PARTS: gl.constexpr, SHORTEST: gl.constexpr, LONGEST: gl.constexpr):
+    """Keys of a segment for a request that reads `seen`: SHORTEST, doubled up to LONGEST while PARTS do not suffice."""
+    keys = seen * 0 + SHORTEST
     for _ in gl.static_range(6):
         keys = gl.where((keys * PARTS < seen) & (keys < LONGEST), keys * 2, keys)
     return keys
@@ -113,19 +119,20 @@ def _segment_keys(seen, PARTS: gl.constexpr, LONGEST: gl.constexpr):
 
 @gluon.jit
 def _locate(item, lane, lengths, counts, ends, KV_HEADS: gl.constexpr, WINDOW: gl.constexpr, PARTS: gl.constexpr,
-            LONGEST: gl.constexpr):  # fmt: skip
-    """(request, head, segment counted from the first that is read, segments, first key, end, kv_len) of a work item."""
+            SHORTEST: gl.constexpr, LONGEST: gl.constexpr):  # fmt: skip
+    """(request, head, segment, segments, first key, end, kv_len) of a work item."""
     unit = item // KV_HEADS
     before = ends <= unit
     request = gl.sum(before.to(gl.int32), 0)
     segment = unit - gl.sum(gl.where(before, counts, 0), 0)
     kv_len = gl.sum(gl.where(lane == request, lengths, 0), 0)
-    lowest = gl.maximum(kv_len - WINDOW, 0) if WINDOW else kv_len * 0
-    keys = _segment_keys(kv_len - lowest, PARTS, LONGEST)
-    first = lowest // keys
-    count = (kv_len + keys - 1) // keys - first
-    low = gl.maximum((first + segment) * keys, lowest)
-    return request, item % KV_HEADS, segment, count, low, gl.minimum((first + segment + 1) * keys, kv_len), kv_len
+    first = _first_tile(kv_len, WINDOW)
+    keys = _segment_keys(kv_len - first, PARTS, SHORTEST, LONGEST)
+    count = (kv_len - first + keys - 1) // keys
+    low = first + segment * keys
+    high = gl.minimum(low + keys, kv_len)
+    low = gl.maximum(low, kv_len - WINDOW) if WINDOW else low
+    return request, item % KV_HEADS, segment, count, low, high, kv_len
 
 
 @gluon.jit
@@ -217,8 +224,8 @@ def decode_attention_kernel(
     table_ptr, table_stride, requests, segments, scale,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, REQUESTS: gl.constexpr,
     E: gl.constexpr, FP8: gl.constexpr, T: gl.constexpr, Q: gl.constexpr, WINDOW: gl.constexpr, SINKS: gl.constexpr,
-    PARTS: gl.constexpr, LONGEST: gl.constexpr, CONTIGUOUS: gl.constexpr, STAGES: gl.constexpr,
-    k_layout: gl.constexpr, v_layout: gl.constexpr, v_pairs: gl.constexpr, PDL: gl.constexpr,
+    PARTS: gl.constexpr, SHORTEST: gl.constexpr, LONGEST: gl.constexpr, CONTIGUOUS: gl.constexpr,
+    STAGES: gl.constexpr, k_layout: gl.constexpr, v_layout: gl.constexpr, v_pairs: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Work items (request, segment, key head), head fastest, for program_id, + programs, ...
 
@@ -242,9 +249,9 @@ def decode_attention_kernel(
     v_ring = gl.allocate_shared_memory(gl.int32, [STAGES, TILE, C], shared)
     lane = gl.arange(0, REQUESTS, lane_layout)
     lengths = gl.load(kv_len_ptr + lane, mask=lane < requests, other=0)
-    lowest = gl.maximum(lengths - WINDOW, 0) if WINDOW else lengths * 0
-    keys = _segment_keys(lengths - lowest, PARTS, LONGEST)
-    counts = (lengths + keys - 1) // keys - lowest // keys
+    seen = lengths - _first_tile(lengths, WINDOW)
+    keys = _segment_keys(seen, PARTS, SHORTEST, LONGEST)
+    counts = (seen + keys - 1) // keys
     ends = gl.associative_scan(counts, 0, _add)
     items = gl.sum(counts, 0) * KV_HEADS
     programs = gl.num_programs(0)
@@ -252,11 +259,11 @@ def decode_attention_kernel(
     # the copies' place: item, its bounds, and the next tile's first key and page
     c_item = gl.program_id(0)
     c_request, c_head, _c_segment, _c_count, c_low, c_high, c_len = _locate(
-        c_item, lane, lengths, counts, ends, KV_HEADS, WINDOW, PARTS, LONGEST
+        c_item, lane, lengths, counts, ends, KV_HEADS, WINDOW, PARTS, SHORTEST, LONGEST
     )
     c_start = c_low // TILE * TILE
     issued = 0
-    for stage in gl.static_range(STAGES - 1):
+    for stage in range(STAGES - 1):
         if (issued == stage) & (c_item < items) & (c_start + TILE < c_len):
             page = _page(table_ptr, c_request, table_stride, c_start, PAGE, CONTIGUOUS)
             _fetch(k_ring, v_ring, stage, k_ptr, v_ptr, page, c_start, c_low, c_high, c_head, KV_HEADS, PAGE, C,
@@ -267,13 +274,13 @@ def decode_attention_kernel(
             if c_start >= c_high:
                 c_item += programs
                 c_request, c_head, _c_segment, _c_count, c_low, c_high, c_len = _locate(
-                    c_item, lane, lengths, counts, ends, KV_HEADS, WINDOW, PARTS, LONGEST
+                    c_item, lane, lengths, counts, ends, KV_HEADS, WINDOW, PARTS, SHORTEST, LONGEST
                 )
                 c_start = c_low // TILE * TILE
     if PDL:
         pdl_wait()
         pdl_launch()
-    for stage in gl.static_range(STAGES - 1):
+    for stage in range(STAGES - 1):
         if issued <= stage:
             if c_item < items:
                 page = _page(table_ptr, c_request, table_stride, c_start, PAGE, CONTIGUOUS)
@@ -283,7 +290,7 @@ def decode_attention_kernel(
                 if c_start >= c_high:
                     c_item += programs
                     c_request, c_head, _c_segment, _c_count, c_low, c_high, c_len = _locate(
-                        c_item, lane, lengths, counts, ends, KV_HEADS, WINDOW, PARTS, LONGEST
+                        c_item, lane, lengths, counts, ends, KV_HEADS, WINDOW, PARTS, SHORTEST, LONGEST
                     )
                     c_start = c_low // TILE * TILE
             async_copy.commit_group()
@@ -294,7 +301,7 @@ def decode_attention_kernel(
     tile = 0
     for item in range(gl.program_id(0), items, programs):
         request, head, segment, count, low, high, _length = _locate(
-            item, lane, lengths, counts, ends, KV_HEADS, WINDOW, PARTS, LONGEST
+            item, lane, lengths, counts, ends, KV_HEADS, WINDOW, PARTS, SHORTEST, LONGEST
         )
         q = _load_query(q_ptr, request, head, KV_HEADS, GROUP, E, C, Q, T, q_operand)
         acc = gl.zeros([4, 16, DIM], gl.float32, mma)
@@ -321,7 +328,7 @@ def decode_attention_kernel(
                 if c_start >= c_high:
                     c_item += programs
                     c_request, c_head, _c_segment, _c_count, c_low, c_high, c_len = _locate(
-                        c_item, lane, lengths, counts, ends, KV_HEADS, WINDOW, PARTS, LONGEST
+                        c_item, lane, lengths, counts, ends, KV_HEADS, WINDOW, PARTS, SHORTEST, LONGEST
                     )
                     c_start = c_low // TILE * TILE
                 if c_item < items:
@@ -385,7 +392,8 @@ def _finish(acc, top, total, out_ptr, partial_ptr, lse_ptr, arrived_ptr, sinks_p
     top_all = gl.max(top, axis=0)
     weight = gl.exp2(top - gl.expand_dims(top_all, 0))
     total = gl.sum(total * weight, axis=0)
-    acc = gl.sum(acc * gl.expand_dims(weight, 2), axis=0)
+    even, odd = gl.split((acc * gl.expand_dims(weight, 2)).reshape([4, 16, DIM // 2, 2]))
+    acc = gl.join(gl.sum(even, axis=0), gl.sum(odd, axis=0))
     lse = top_all + gl.log2(total)
     divisor = total * RAISE if E == 4 else total
     lanes: gl.constexpr = 32 if DIM >= 128 else 16
