@@ -163,7 +163,7 @@ def gluon_config(requests: int, kv_heads: int, head_dim: int, cache_bytes: int, 
     Few requests leave one program a multiprocessor, which takes all of its shared memory: its tiles then arrive in one
     round trip. Joining the warps takes 128 bytes a head dimension beside the ring.
     """
-    tile = 2 * 64 * head_dim * cache_bytes
+    tile = 2 * 64 * head_dim * cache_bytes + (512 if cache_bytes == 1 else 0)
     alone = requests * kv_heads <= 128
     ring = (192 if alone else 96) * 1024 if (major, minor) == (9, 0) else 48 * 1024
     return GluonConfig(segments_for(kv_heads), max(2, min(6, ring // tile)), 1 if alone else 2)

@@ -136,8 +136,8 @@ def _locate(item, lane, lengths, counts, ends, KV_HEADS: gl.constexpr, WINDOW: g
 
 
 @gluon.jit
-def _fetch(k_ring, v_ring, slot, k_ptr, v_ptr, page, start, low, high, head,
-           KV_HEADS: gl.constexpr, PAGE: gl.constexpr, C: gl.constexpr,
+def _fetch(k_ring, v_ring, k_scales, v_scales, slot, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, page, start, low, high,
+           head, KV_HEADS: gl.constexpr, PAGE: gl.constexpr, E: gl.constexpr, C: gl.constexpr,
            k_layout: gl.constexpr, v_layout: gl.constexpr):  # fmt: skip
     """Starts the copies of one tile; keys outside [low, high) arrive as zeros."""
     first_row = (page.to(gl.int64) * KV_HEADS + head) * PAGE + start % PAGE
@@ -153,6 +153,14 @@ def _fetch(k_ring, v_ring, slot, k_ptr, v_ptr, page, start, low, high, head,
     copy_async(
         v_ring.index(slot), v_ptr + first_row * C + (v_row[:, None] * C + v_column[None, :]), mask=inside[:, None]
     )
+    if E == 4:
+        scale_layout: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [4, 1], [1, 0])
+        warp = gl.arange(0, 4, gl.SliceLayout(1, scale_layout))
+        key = gl.arange(0, 16, gl.SliceLayout(0, scale_layout))
+        place = warp[:, None] * 16 + key[None, :]
+        inside = (start + place >= low) & (start + place < high)
+        copy_async(k_scales.index(slot), k_scale_ptr + first_row + place, mask=inside)
+        copy_async(v_scales.index(slot), v_scale_ptr + first_row + place, mask=inside)
 
 
 @gluon.jit
@@ -247,6 +255,10 @@ def decode_attention_kernel(
 
     k_ring = gl.allocate_shared_memory(gl.int32, [STAGES, TILE, C], shared)
     v_ring = gl.allocate_shared_memory(gl.int32, [STAGES, TILE, C], shared)
+    scales_shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    # copied by other threads than read them, hence the barrier below; not used where values need no scale
+    k_scales = gl.allocate_shared_memory(gl.float32, [STAGES, 4, 16], scales_shared)
+    v_scales = gl.allocate_shared_memory(gl.float32, [STAGES, 4, 16], scales_shared)
     lane = gl.arange(0, REQUESTS, lane_layout)
     lengths = gl.load(kv_len_ptr + lane, mask=lane < requests, other=0)
     seen = lengths - _first_tile(lengths, WINDOW)
@@ -266,8 +278,9 @@ def decode_attention_kernel(
     for stage in range(STAGES - 1):
         if (issued == stage) & (c_item < items) & (c_start + TILE < c_len):
             page = _page(table_ptr, c_request, table_stride, c_start, PAGE, CONTIGUOUS)
-            _fetch(k_ring, v_ring, stage, k_ptr, v_ptr, page, c_start, c_low, c_high, c_head, KV_HEADS, PAGE, C,
-                   k_layout, v_layout)  # fmt: skip
+            _fetch(k_ring, v_ring, k_scales, v_scales, stage, k_ptr, v_ptr, k_scale_ptr,
+                   v_scale_ptr, page, c_start, c_low, c_high, c_head, KV_HEADS, PAGE, E, C, k_layout,
+                   v_layout)  # fmt: skip
             async_copy.commit_group()
             issued += 1
             c_start += TILE
@@ -284,8 +297,9 @@ def decode_attention_kernel(
         if issued <= stage:
             if c_item < items:
                 page = _page(table_ptr, c_request, table_stride, c_start, PAGE, CONTIGUOUS)
-                _fetch(k_ring, v_ring, stage, k_ptr, v_ptr, page, c_start, c_low, c_high, c_head, KV_HEADS, PAGE, C,
-                       k_layout, v_layout)  # fmt: skip
+                _fetch(k_ring, v_ring, k_scales, v_scales, stage, k_ptr, v_ptr, k_scale_ptr,
+                       v_scale_ptr, page, c_start, c_low, c_high, c_head, KV_HEADS, PAGE, E, C, k_layout,
+                       v_layout)  # fmt: skip
                 c_start += TILE
                 if c_start >= c_high:
                     c_item += programs
@@ -312,18 +326,18 @@ def decode_attention_kernel(
         place = warp[:, None] * 16 + key[None, :]
         for start in range(low // TILE * TILE, high, TILE):
             inside = (start + place >= low) & (start + place < high)
-            if E == 4:
-                page = _page(table_ptr, request, table_stride, start, PAGE, CONTIGUOUS)
-                rows = (page.to(gl.int64) * KV_HEADS + head) * PAGE + start % PAGE
-                k_scale = gl.load(k_scale_ptr + rows + place, mask=inside, other=0.0)
-                v_scale = gl.load(v_scale_ptr + rows + place, mask=inside, other=0.0)
             async_copy.wait_group(STAGES - 2)
             slot = tile % STAGES
+            if E == 4:
+                barrier()
+                k_scale = k_scales.index(slot).load(gl.SliceLayout(1, mma))
+                v_scale = v_scales.index(slot).load(gl.SliceLayout(1, mma))
             k_words = k_ring.index(slot).load(k_layout)
             v_words = v_ring.index(slot).load(v_layout)
             if c_item < items:
-                _fetch(k_ring, v_ring, (tile + STAGES - 1) % STAGES, k_ptr, v_ptr, c_page, c_start, c_low, c_high,
-                       c_head, KV_HEADS, PAGE, C, k_layout, v_layout)  # fmt: skip
+                _fetch(k_ring, v_ring, k_scales, v_scales, (tile + STAGES - 1) % STAGES, k_ptr, v_ptr, k_scale_ptr,
+                       v_scale_ptr, c_page, c_start, c_low, c_high, c_head, KV_HEADS, PAGE, E, C, k_layout,
+                       v_layout)  # fmt: skip
                 c_start += TILE
                 if c_start >= c_high:
                     c_item += programs
