@@ -59,10 +59,10 @@ def decode(spec: Attention, dtype: torch.dtype, max_kv: int = 4096) -> None:
     decode_attention_triton(q, cache(spec, dtype), batch(16, 16, max_kv), spec.scale, spec.window, sinks)
 
 
-def decode_gluon(spec: Attention, dtype: torch.dtype, requests: int = 64) -> None:
+def decode_gluon(spec: Attention, dtype: torch.dtype) -> None:
     sinks = empty(spec.heads) if spec.sinks else None
-    q = empty(requests, spec.heads, spec.head_dim)
-    decode_attention_gluon(q, cache(spec, dtype), batch(requests, requests), spec.scale, spec.window, sinks)
+    q = empty(16, spec.heads, spec.head_dim)
+    decode_attention_gluon(q, cache(spec, dtype), batch(16, 16), spec.scale, spec.window, sinks)
 
 
 def prefill(spec: Attention, dtype: torch.dtype) -> None:
@@ -150,7 +150,6 @@ CASES: dict[str, Callable[[], object]] = {
     "decode qwen3.5": lambda: decode(QWEN3_5, BF16),
     "decode qwen3.5 long": lambda: decode(QWEN3_5, BF16, 65536),
     "decode gluon qwen3": lambda: decode_gluon(QWEN3, BF16),
-    "decode gluon qwen3 few": lambda: decode_gluon(QWEN3, BF16, 16),
     "decode gluon qwen3 int8": lambda: decode_gluon(QWEN3, INT8),
     "decode gluon qwen3 fp8": lambda: decode_gluon(QWEN3, FP8),
     "decode gluon gpt-oss": lambda: decode_gluon(GPT_OSS, BF16),

@@ -266,11 +266,9 @@ def decode_variants(
         cuts = [replace(own, parts=parts) for parts in (own.parts // 2, own.parts, own.parts * 2)]
     if attention_decode.gluon_serves(q, cache):
         size = cache.k.element_size()
-        few, many = (
-            attention_decode.gluon_config(n, spec.kv_heads, spec.head_dim, size, *capability(q)) for n in (1, 64)
-        )
-        rings = {(c.stages, c.programs) for c in (few, many)} | {(4, 1), (2, 2)}
-        for cut, (stages, programs) in itertools.product(cuts, sorted(rings)):
+        chosen = attention_decode.gluon_config(spec.kv_heads, spec.head_dim, size, *capability(q)).stages
+        rings = sorted({(chosen, 2), (2, 2), (2 * chosen, 1), (4, 1)})
+        for cut, (stages, programs) in itertools.product(cuts, rings):
             config = attention_decode.GluonConfig(cut, stages, programs)
             label = f" gluon {cut.parts, cut.shortest} ring {stages, programs}"
             yield label, partial(attention_decode.decode_attention_gluon, config=config)

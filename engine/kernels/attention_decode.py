@@ -73,17 +73,16 @@ MOST_COMBINED = 32
 """Segments up to which the last program of a request and key head combines them; more are combined a head a program."""
 
 
-def decode_config(requests: int, kv_heads: int, head_dim: int, cache_bytes: int) -> dict[str, int]:
-    """Keys of a tile, warps, stages, and programs a multiprocessor (what shared memory holds of them on sm_90).
+def decode_config(head_dim: int, cache_bytes: int, capability: tuple[int, int]) -> dict[str, int]:
+    """Keys of a tile, warps, stages, and programs a multiprocessor (what sm_90 holds of them).
 
-    Half of the stages go to the page ids, which the pages wait for: five keep two tiles of keys in flight. Few requests
-    leave one program a multiprocessor, whose ring is deeper.
+    Half of the stages go to the page ids, which the pages wait for: five keep two tiles of keys in flight, seven three.
     """
     if cache_bytes == 4:
         return {"BLOCK_N": 16, "num_warps": 4, "num_stages": 1, "programs": 2}
-    deep = requests * kv_heads <= 128 and head_dim > 128
-    return {"BLOCK_N": 32 if head_dim > 128 else 64, "num_warps": 4, "num_stages": 7 if deep else 5,
-            "programs": 2 if head_dim > 128 else 3}  # fmt: skip
+    if head_dim > 128:
+        return {"BLOCK_N": 32, "num_warps": 4, "num_stages": 7 if capability in ((8, 0), (9, 0)) else 5, "programs": 2}
+    return {"BLOCK_N": 64, "num_warps": 4, "num_stages": 5, "programs": 3}
 
 
 def decode_attention_triton(
@@ -106,7 +105,7 @@ def decode_attention_triton(
         return out
     _, kv_heads, page_size, _ = cache.k.shape
     group = heads // kv_heads
-    config = dict(config or decode_config(requests, kv_heads, dim, cache.k.element_size()))
+    config = dict(config or decode_config(dim, cache.k.element_size(), capability(q)))
     cut = segments or segments_for(kv_heads)
     most = cut.most(batch.max_kv)
     programs = min(requests * most * kv_heads, multiprocessors(q) * config.pop("programs"))
@@ -157,16 +156,14 @@ def gluon_serves(q: Tensor, cache: LayerCache) -> bool:
     )  # fmt: skip
 
 
-def gluon_config(requests: int, kv_heads: int, head_dim: int, cache_bytes: int, major: int, minor: int) -> GluonConfig:
-    """Segments long enough that a short request needs no combining; a ring as deep as shared memory allows on sm_90.
+def gluon_config(kv_heads: int, head_dim: int, cache_bytes: int, major: int, minor: int) -> GluonConfig:
+    """A ring that leaves room for two programs on sm_90.
 
-    Few requests leave one program a multiprocessor, which takes all of its shared memory: its tiles then arrive in one
-    round trip. Joining the warps takes 128 bytes a head dimension beside the ring.
+    Joining the warps takes 128 bytes a head dimension beside the ring, the scales of 8-bit values 512 bytes a tile.
     """
     tile = 2 * 64 * head_dim * cache_bytes + (512 if cache_bytes == 1 else 0)
-    alone = requests * kv_heads <= 128
-    ring = (192 if alone else 96) * 1024 if (major, minor) == (9, 0) else 48 * 1024
-    return GluonConfig(segments_for(kv_heads), max(2, min(6, ring // tile)), 1 if alone else 2)
+    ring = 96 * 1024 if (major, minor) == (9, 0) else 48 * 1024
+    return GluonConfig(segments_for(kv_heads), max(2, min(6, ring // tile)), 2)
 
 
 @lru_cache(maxsize=8)
@@ -215,7 +212,7 @@ def decode_attention_gluon(
     if not requests:
         return out
     _, kv_heads, page_size, _ = cache.k.shape
-    config = config or gluon_config(requests, kv_heads, dim, cache.k.element_size(), *capability(q))
+    config = config or gluon_config(kv_heads, dim, cache.k.element_size(), *capability(q))
     cut = config.segments
     segments = cut.most(batch.max_kv)
     programs = min(requests * segments * kv_heads, multiprocessors(q) * config.programs)
