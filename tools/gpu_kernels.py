@@ -4,6 +4,7 @@
 
 Every case is compared with float64 mathematics first. Timing is that of engine/kernels/bench.py. Bytes are those that
 must move: inputs and outputs once. `--tune` times other tile shapes of the attention kernels beside the ones in use.
+The filter "attention" takes decode attention alone, at the loads of served steps and of long contexts.
 """
 
 from __future__ import annotations
@@ -261,21 +262,22 @@ def decode_variants(
     q, cache = random(1, spec.heads, spec.head_dim), make_cache(1, spec.kv_heads, spec.head_dim, dtype)
     own = attention_decode.segments_for(spec.kv_heads)
     if length <= 1000:
-        cuts = [replace(own, shortest=keys) for keys in (64, 128, 256)]
+        cuts = [replace(own, shortest=keys) for keys in (64, 128)]
     else:
-        cuts = [replace(own, parts=parts) for parts in (own.parts // 2, own.parts, own.parts * 2)]
+        cuts = [replace(own, parts=parts) for parts in (own.parts // 2, own.parts * 2)]
     if attention_decode.gluon_serves(q, cache):
         size = cache.k.element_size()
-        chosen = attention_decode.gluon_config(spec.kv_heads, spec.head_dim, size, *capability(q)).stages
-        rings = sorted({(chosen, 2), (2, 2), (2 * chosen, 1), (4, 1)})
-        for cut, (stages, programs) in itertools.product(cuts, rings):
+        chosen = attention_decode.gluon_config(spec.kv_heads, spec.head_dim, size, *capability(q))
+        rings = [(own, ring) for ring in ((2, 2), (4, 1), (6, 1))]
+        for cut, (stages, programs) in [(cut, (chosen.stages, chosen.programs)) for cut in cuts] + rings:
             config = attention_decode.GluonConfig(cut, stages, programs)
             label = f" gluon {cut.parts, cut.shortest} ring {stages, programs}"
             yield label, partial(attention_decode.decode_attention_gluon, config=config)
     else:
-        shapes = [(32, 4, 5, 2), (32, 4, 7, 2), (32, 8, 5, 2), (64, 8, 3, 1), (64, 8, 5, 1)]
-        for cut, shape in itertools.product(cuts, shapes):
-            config = dict(zip(("BLOCK_N", "num_warps", "num_stages", "programs"), shape, strict=True))
+        chosen = attention_decode.decode_config(spec.head_dim, cache.k.element_size(), capability(q))
+        shapes = [(own, shape) for shape in ((32, 4, 5, 2), (32, 8, 7, 2), (64, 8, 3, 1), (64, 8, 5, 1))]
+        for cut, shape in [(cut, tuple(chosen.values())) for cut in cuts] + shapes:
+            config = dict(zip(chosen, shape, strict=True))
             label = f" triton {cut.parts, cut.shortest} {shape}"
             yield label, partial(attention_decode.decode_attention_triton, config=config, segments=cut)
 
