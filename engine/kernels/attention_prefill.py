@@ -82,7 +82,7 @@ def prefill_attention(
 
 
 LIBRARY_ROWS, LIBRARY_BYTES = 4096, 1 << 29
-"""Rows of one prompt piece from which gathering its pages and calling PyTorch's flash attention is faster (8,192 rows of
+"""Rows of one prompt piece from which gathering its pages and calling PyTorch's attention is faster (8,192 rows of
 32/8x128 on an H200: 1.10 ms against 1.53; at 1,024 rows of a small model the host's launches cost more than that), and
 the most bytes that are gathered."""
 
