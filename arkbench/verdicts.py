@@ -156,6 +156,8 @@ def verdict(claim: Claim, test: Test, note: Note, context: Context) -> Row:
 def _comparable(measured: Measured, test: Test, note: Note, context: Context) -> tuple[str, list[str]]:
     """Rules 1 to 3: the verdict of a measurement, or why it has none."""
     reasons = list(measured.notes)
+    if context.sustained_s is not None and any(s and s.get("workload") == "sustained" for s in (test.of, test.over)):
+        reasons.append(f"sustained windows of {context.sustained_s:g} s (--duration), not the scenario's own")
     if measured.incomplete:
         return "not comparable", [measured.incomplete, *reasons]
     if measured.invalid:
@@ -164,8 +166,6 @@ def _comparable(measured: Measured, test: Test, note: Note, context: Context) ->
         return "not comparable", ["measured on a CPU, published for GPUs", *reasons]
     if test.absolute and not context.same_hardware(note):
         return "not comparable", [f"an absolute figure of {note.gpus} {note.gpu}, measured on other hardware", *reasons]
-    if context.sustained_s is not None and any(s and s.get("workload") == "sustained" for s in (test.of, test.over)):
-        reasons.append(f"sustained windows of {context.sustained_s:g} s (--duration), not the scenario's own")
     if context.endpoint:
         reasons.append("the endpoint does not say on what hardware it runs")
     return measured.verdict, reasons
