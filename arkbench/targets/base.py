@@ -90,6 +90,7 @@ class TargetInfo:
 
     `step_weight_bytes`: bytes of weights one decode step reads; `cache_bytes_per_token`, `state_bytes_per_request`
     likewise: the harness computes the memory limit from them. `start_seconds`: named parts of the start-up time.
+    `loaded`: whether this start loaded the model, or only turned the switches of a loaded one.
     """
 
     name: str
@@ -103,6 +104,7 @@ class TargetInfo:
     vocab: int | None = None
     geometry: dict | None = None
     start_seconds: dict[str, float] = field(default_factory=dict)
+    loaded: bool = True
     notes: tuple[str, ...] = ()
 
 
