@@ -106,6 +106,8 @@ def _conclude(plan: Plan, run_folder: RunFolder, status: str, console: Console, 
     verdict_rows = verdicts.write(run_folder.path)
     if rendered:
         render([run_folder.path], run_folder.path)
+    if rows and all(row["status"] == "skipped" for row in rows):
+        raise UserError(rows[0]["reason"])
     print_summary(run_folder.path, console)
     print_answers(run_folder.info["answers"], console)
     print_verdicts(verdict_rows, console)
@@ -149,7 +151,10 @@ def refresh(path: Path) -> None:
 
 
 def print_summary(path: Path, console: Console) -> None:
-    """The measured figures: medians over repetitions, their spread, the fraction of the limit."""
+    """The measured figures: medians over repetitions, their spread, the fraction of the limit.
+
+    What was not measured stands below the table, with the reason.
+    """
     doubts: dict[str, list[str]] = {}
     table = Table(title="Measured (medians over repetitions)", title_justify="left")
     for name in ("model", "variant", "cell"):
@@ -160,18 +165,20 @@ def print_summary(path: Path, console: Console) -> None:
         column = "decode_tok_s" if row["decode_tok_s"] else "prefill_tok_s"
         speed, spread = number(row[column]), number(row[f"{column}_spread"])
         ttft, limit = number(row["ttft_p50_s"]), number(row["limit_fraction"])
-        table.add_row(
-            row["model"],
-            row["variant"],
-            row["cell"],
-            "" if speed is None else f"{speed:,.1f}",
-            "" if spread is None else f"{spread:.1%}",
-            "" if ttft is None else f"{ttft * 1000:,.1f} ms",
-            "" if limit is None else f"{limit:.1%}",
-        )
+        if speed is not None or ttft is not None or not row["reason"]:
+            table.add_row(
+                row["model"],
+                row["variant"],
+                row["cell"],
+                "" if speed is None else f"{speed:,.1f}",
+                "" if spread is None else f"{spread:.1%}",
+                "" if ttft is None else f"{ttft * 1000:,.1f} ms",
+                "" if limit is None else f"{limit:.1%}",
+            )
         if row["reason"]:
             doubts.setdefault(row["reason"], []).append(f"{row['variant']} {row['cell']}")
-    console.print(table)
+    if table.row_count:
+        console.print(table)
     for reason, cells in doubts.items():
         more = f" and {_plural(len(cells) - 1, 'cell')} more" if len(cells) > 1 else ""
         console.print(

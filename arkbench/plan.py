@@ -211,7 +211,6 @@ def make_plan(options: RunOptions, endpoint_model: str | None = None) -> Plan:
     if options.stages < 1:
         raise UserError(f"--stages {options.stages}: a model has at least one stage")
     loaded = [scenarios.load(name) for name in dict.fromkeys(options.scenarios)]
-    scenarios.check_overrides([one.scenario for one in loaded], options.overrides)
     plans = tuple(_plan_scenario(one, options, endpoint_model) for one in loaded)
     seen = [plan.scenario.name for plan in plans]
     for name in seen:
@@ -240,6 +239,8 @@ def _plan_scenario(loaded: LoadedScenario, options: RunOptions, endpoint_model: 
         models = [_checked_model(name, options.weights) for name in _asked_models(scenario, options)]
     models = list(dict.fromkeys(models))
     cells = scenarios.cells_of(scenario, models, [variant.name for variant in variants])
+    ignored = scenarios.without_meaning(scenario, options.overrides)
+    notes += [f"{scenario.name}: {option} means nothing to this scenario and is ignored" for option in ignored]
     notes += shortened(loaded.scenario, scenario)
     fresh = frozenset(published.timed_starts(scenario.name))
     return ScenarioPlan(loaded, scenario, tuple(models), tuple(variants), tuple(cells), tuple(notes), fresh)

@@ -356,14 +356,13 @@ def _override_workload(workload: Workload, values: dict[str, Any]) -> Workload:
     return workload.model_copy(update=changes)
 
 
-def check_overrides(scenarios: Sequence[Scenario], overrides: Overrides) -> None:
-    """Raises UserError for an option that means nothing to any workload of these scenarios."""
-    workloads = [workload for scenario in scenarios for workload in scenario.workloads]
-    for key in overrides.of_workloads():
-        if not any(_has(workload, key) for workload in workloads):
-            names = ", ".join(scenario.name for scenario in scenarios)
-            usable = ", ".join(option for k, option in OPTIONS.items() if any(_has(w, k) for w in workloads))
-            raise UserError(f"{OPTIONS[key]} means nothing to {names}: it takes {usable or 'none of these options'}")
+def without_meaning(scenario: Scenario, overrides: Overrides) -> list[str]:
+    """The options of the command line that mean nothing to any workload of this scenario."""
+    return [
+        OPTIONS[key]
+        for key in overrides.of_workloads()
+        if not any(_has(workload, key) for workload in scenario.workloads)
+    ]
 
 
 # ------------------------------------------------------------------------------------------------------ cells

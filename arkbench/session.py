@@ -102,7 +102,6 @@ class Session:
             slot.info = slot.target.start(variant.switches, needs.streams, needs.tokens, needs.cache_tokens)
         except TargetError as error:
             self._broken[key] = str(error)
-            self._progress.note(f"{cell.model}, {variant.name}: {error}")
             raise
         finally:
             self.seconds["starts"] += time.monotonic() - started
