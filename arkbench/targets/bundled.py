@@ -366,9 +366,8 @@ class BundledTarget:
 
     def _send(self, session: _Session, planned: PlannedRequest) -> None:
         now = time.monotonic()
-        together = session.load.mode == "together"
         scheduled = session.release + planned.offset_s if session.load.mode != "closed" else now
-        answer = Answer(planned.request, scheduled, sent=session.release if together else now)
+        answer = Answer(planned.request, scheduled, sent=session.release if session.load.mode == "burst" else now)
         answer.prompt_tokens = len(planned.prompt)
         answer.tokens = []
         key = f"{self._loads}-{planned.request}"
