@@ -101,5 +101,12 @@ def table(name: str) -> list[dict[str, str]]:
 
 
 def with_unit(figure: str, unit: str) -> str:
-    """A figure with its unit; words (`rises`, `in seconds`) stand alone."""
-    return f"{figure} {unit}".strip() if any(character.isdigit() for character in figure) else figure
+    """A figure with its unit for people: `2.6×`, `+45 %`, `6.8–12.5×`; words (`rises`, `seconds`) stand alone."""
+    if not any(character.isdigit() for character in figure):
+        return figure
+    ends = figure.split("-")
+    if len(ends) == 2 and all(ends):
+        figure = "–".join(ends)
+    elif unit == "%" and figure[0].isdigit():
+        figure = f"+{figure}"
+    return f"{figure}×" if unit == "x" else f"{figure} {unit}".strip()

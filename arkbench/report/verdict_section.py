@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from arkbench.published import with_unit
 from arkbench.report.blocks import Block, Column, Counts, Details, Paragraph, Section, Table
 from arkbench.report.data import Run
-from arkbench.report.figures import MISSING, number, show, text
+from arkbench.report.figures import MISSING, number, text
 
 VERDICTS = ("exceeded", "reproduced", "not reproduced", "not comparable", "not run")
 
@@ -56,17 +57,9 @@ def lead(runs: Sequence[Run]) -> str:
     return ", ".join(parts) + "."
 
 
-def claim_value(value: Any, unit: str, kind: str = "number") -> str:
-    """A claim's figure with its unit; a range as it is; words without the unit."""
-    as_number = number(value)
-    written = show(as_number, kind) if as_number is not None else text(value)
-    if not written:
-        return MISSING
-    if as_number is None and not written[0].isdigit():
-        return written
-    if as_number is None:
-        written = written.replace("-", "–")
-    return f"{written}×" if unit == "x" else f"{written} {unit}".strip()
+def claim_value(value: Any, unit: str) -> str:
+    """A claim's figure with its unit; a dash for one that is missing."""
+    return with_unit(text(value), unit) or MISSING
 
 
 def sentence(statement: str) -> str:
@@ -90,7 +83,7 @@ def section(runs: Sequence[Run]) -> Section:
             "Claims that were not run",
             [Column("claim"), Column("note"), Column("published"), Column("reason")],
             [
-                [sentence(r["statement"]), r["note"], claim_value(r["published"], r["unit"], "printed"), r["reason"]]
+                [sentence(r["statement"]), r["note"], claim_value(r["published"], r["unit"]), r["reason"]]
                 for r in waiting
             ],
         )
@@ -125,7 +118,7 @@ def _tested_table(tested: Sequence[tuple[Run | None, Mapping[str, Any]]], severa
     for run, row in tested:
         cells: list[Any] = [
             sentence(row["statement"]),
-            claim_value(row["published"], row["unit"], "printed"),
+            claim_value(row["published"], row["unit"]),
             claim_value(row["measured"], row["unit"]),
             number(row["spread"]),
             row["verdict"],

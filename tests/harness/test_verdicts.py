@@ -294,3 +294,24 @@ def test_a_shortened_sustained_window_stands_beside_what_rests_on_it():
     measured = {name for name, r in found.items() if r["verdict"] != "not run"}
     assert named and named <= measured
     assert all("--duration" not in r["reason"] for r in verdicts.all_verdicts(context(rows)))
+
+
+@pytest.mark.parametrize(
+    ("figure", "unit", "written"),
+    [
+        ("2.6", "x", "2.6×"),
+        ("1.00", "x", "1.00×"),
+        ("45", "%", "+45 %"),
+        ("+32.3", "%", "+32.3 %"),
+        ("-90", "%", "-90 %"),
+        ("81-93", "%", "81–93 %"),
+        ("6.8-12.5", "x", "6.8–12.5×"),
+        ("191 of 192", "requests", "191 of 192 requests"),
+        ("18.8", "s", "18.8 s"),
+        ("seconds", "s", "seconds"),
+        ("rises", "", "rises"),
+        ("", "x", ""),
+    ],
+)
+def test_figures_are_written_with_their_unit(figure, unit, written):
+    assert published.with_unit(figure, unit) == written
