@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -39,14 +40,15 @@ DEFINITIONS = (
     ),
     (
         "Limit",
-        "What the memory bus allows: measured copy bandwidth / bytes that a step must read (weights once, plus the "
-        "cache of every stream), or the measured matrix rate where that is the smaller. Fraction of the limit = "
-        "measured / limit.",
+        "The tokens per second that the memory bus allows: tokens of a step × measured copy bandwidth / bytes that the "
+        "step must read (weights once, plus the cache of every stream); or what the measured matrix rate allows, where "
+        "that is the smaller. Fraction of the limit = measured / limit.",
     ),
     (
         "Median and spread",
         "Figures are medians over repetitions, never a mean over pooled requests of several repetitions. Spread = "
-        "(largest − smallest) / median.",
+        "(largest − smallest) / median. A claim's spread is that of its ratio, also where the claim is a change in "
+        "percent: +32 % with a spread of 5 % is a ratio of 1.32 whose repetitions lie within 0.07 of each other.",
     ),
     (
         "A published figure's own fraction of the limit",
@@ -60,7 +62,8 @@ METHOD = (
     "A cell is one workload at one setting: so many streams, so long a context or prompt. Every cell is warmed up, "
     "then measured in each repetition; warm-up is in no figure. Every prompt differs from its first token on.",
     "Variants differ by switches and by nothing else. The same cell and repetition has the same prompts in each "
-    "variant, so that greedy answers can be compared: a switch may change speed, not answers.",
+    "variant, so that greedy answers can be compared. A switch that adds in another order or stores in another format "
+    "(kernels, weights_dtype, cache_dtype) may round to another token; every other switch must not change one.",
     "A ratio carries over to other GPUs. An absolute figure is compared only on the same GPU model and count; "
     "otherwise the verdict is “not comparable”, as it is for a claim about GPUs that was measured on a CPU. The spread "
     "of the repetitions decides whether a difference is one. A claim needs all of its cells.",
@@ -106,20 +109,14 @@ def environment(runs: Sequence[Run]) -> Section:
             if text(entry.get("text")):
                 name = f"Scenario {text(entry.get('name'))}, {run.label} (hash {text(entry.get('hash'))[:12]})"
                 blocks.append(Details(name, [Paragraph(f"```\n{text(entry['text']).strip()}\n```")]))
-    geometry = [
-        [run.label, written(run.meta.get(key))] for run in runs for key in ("model", "geometry") if run.meta.get(key)
-    ]
-    if geometry:
-        blocks.append(
-            Details("Model geometry", [Table("geometry", "Model geometry", [Column("run"), Column("model")], geometry)])
-        )
+    blocks += _geometry_table(runs)
     return Section("environment", "Environment", blocks)
 
 
 def written(value: Any) -> str:
     """A value of run.json on one line."""
     if isinstance(value, Mapping):
-        return ", ".join(f"{key} {written(inner)}" for key, inner in value.items() if inner not in (None, ""))
+        return ", ".join(f"{key} {written(inner)}" for key, inner in value.items() if inner not in (None, "", []))
     if isinstance(value, list | tuple):
         return ", ".join(dict.fromkeys(written(inner) for inner in value))
     if isinstance(value, float):
@@ -156,6 +153,23 @@ def _start_table(runs: Sequence[Run]) -> list[Block]:
         return []
     columns = [Column("run"), Column("variant"), Column("part"), Column("time", "number", "", "s")]
     return [Table("start-up", "What start-up cost", columns, rows)]
+
+
+def _geometry_table(runs: Sequence[Run]) -> list[Block]:
+    """Each model once, by part: what holds for all of it, then each kind of layer and how many there are."""
+    rows: dict[tuple[str, str], str] = {}
+    for run in runs:
+        for model, geometry in (run.meta.get("geometry") or {}).items():
+            if not geometry:  # an endpoint does not say what its model is made of
+                continue
+            layers = Counter(written(layer) for layer in geometry.get("layers") or [])
+            rows[(model, "whole model")] = written({k: v for k, v in geometry.items() if k not in ("name", "layers")})
+            rows |= {(model, f"{count} of {layers.total()} layers"): layer for layer, count in layers.items()}
+    if not rows:
+        return []
+    columns = [Column("model"), Column("part"), Column("values")]
+    table = Table("geometry", "Model geometry", columns, [[*key, values] for key, values in rows.items()])
+    return [Details("Model geometry", [table])]
 
 
 def marked(runs: Sequence[Run]) -> Section:
@@ -197,15 +211,18 @@ def _run_lines(run: Run) -> list[str]:
 
 
 def _answer_lines(run: Run) -> list[str]:
-    """Whether the variants gave the same tokens, where the run compared them."""
-    answers = run.meta.get("answers") or {}
+    """Which variants gave different tokens where the run compared them: a line a pair, with its cells."""
+    places: dict[tuple[str, str, bool], dict[str, list[str]]] = {}
+    for entry in (run.meta.get("answers") or {}).get("different") or []:
+        variants = " and ".join(sorted(text(name) for name in entry.get("variants") or []))
+        pair = (variants, ", ".join(entry.get("switches") or []), bool(entry.get("fault")))
+        repetitions = places.setdefault(pair, {}).setdefault(text(entry.get("cell")), [])
+        repetitions.append(text(entry.get("repetition")))
     lines = []
-    for entry in answers.get("different") or []:
-        variants = " and ".join(text(name) for name in entry.get("variants") or [])
-        where = f"{text(entry.get('cell'))}, repetition {text(entry.get('repetition'))}"
-        switches = ", ".join(entry.get("switches") or [])
-        fault = "a fault: these switches must not change a token" if entry.get("fault") else "these switches may round"
-        lines.append(f"{run.label}: {variants} gave different tokens in {where} (switches: {switches}; {fault}).")
+    for (variants, switches, fault), cells in places.items():
+        where = "; ".join(f"{cell}, repetition {', '.join(dict.fromkeys(held))}" for cell, held in cells.items())
+        why = "a fault: these switches must not change a token" if fault else "these switches may round"
+        lines.append(f"{run.label}: {variants} gave different tokens (switches: {switches}; {why}) in {where}.")
     return lines
 
 

@@ -168,7 +168,39 @@ def test_different_answers_are_listed(tmp_path: Path) -> None:
     assert "identical in 1, and 1 differ in switches that may round differently (kernels)." in str(bounded.sections[0])
     text = " ".join(str(block) for section in report.sections for block in section.blocks)
     assert "compared 9 times; the tokens were identical in 8" in text
-    assert "driven and inverted gave different tokens in decode-s1-c1000, repetition 0 (switches: loop; a fault" in text
+    assert "driven and inverted gave different tokens (switches: loop; a fault: these switches must not" in text
+    assert "change a token) in decode-s1-c1000, repetition 0." in text
+
+
+def test_different_answers_of_one_pair_are_one_line(tmp_path: Path) -> None:
+    places = [
+        ("decode-s1-c64", 0, "ab"),
+        ("decode-s1-c64", 1, "ba"),
+        ("prefill-p256", 1, "ab"),
+        ("prefill-p256", 1, "ac"),
+    ]
+    different = [
+        {"cell": cell, "repetition": repetition, "variants": list(pair), "switches": ["kernels"], "fault": False}
+        for cell, repetition, pair in places
+    ]
+    report = report_of(factory.fused_kernels(tmp_path / "a", answers={"compared": 4, "different": different}))
+    lines = [line for line in report.sections[-1].blocks[0].items if "different tokens" in line]
+    rounds = "gave different tokens (switches: kernels; these switches may round) in"
+    assert lines == [
+        f"H200: a and b {rounds} decode-s1-c64, repetition 0, 1; prefill-p256, repetition 1.",
+        f"H200: a and c {rounds} prefill-p256, repetition 1.",
+    ]
+
+
+def test_geometry_counts_the_layers_of_a_kind(tmp_path: Path) -> None:
+    layers = [{"mixer": {"kind_of": "DeltaNet", "conv": 4}}] * 3 + [{"mixer": {"kind_of": "Attention", "window": None}}]
+    geometry = {"m": {"name": "m", "hidden": 64, "layers": layers, "eos_token_ids": []}, "served": None}
+    report = report_of(factory.fused_kernels(tmp_path / "a", geometry=geometry))
+    assert table(report, "geometry").rows == [
+        ["m", "whole model", "hidden 64"],
+        ["m", "3 of 4 layers", "mixer kind_of DeltaNet, conv 4"],
+        ["m", "1 of 4 layers", "mixer kind_of Attention"],
+    ]
 
 
 def test_kernel_rows_are_medians(tmp_path: Path) -> None:
