@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from arkbench.commands import refresh
@@ -23,7 +24,9 @@ Key = tuple[str, str, str, str]
 def show(first: Path, second: Path, console: Console) -> None:
     """Prints a line for each cell and figure that either run has; a cell of one run only has a gap."""
     sides = [_summary(path) for path in (first, second)]
-    table = Table(title=f"A: {first}   B: {second}", title_justify="left")
+    for side, path in (("A", first), ("B", second)):
+        console.print(f"{side}: {escape(str(path))}", highlight=False, soft_wrap=True)
+    table = Table(caption="medians (spread of the repetitions); !: not valid", caption_justify="left")
     for name in ("model", "variant", "cell", "figure"):
         table.add_column(name, overflow="fold")
     for name in ("A", "B", "B / A"):
@@ -37,6 +40,23 @@ def show(first: Path, second: Path, console: Console) -> None:
             ratio = f"{b / a:.3f}" if a and b is not None else ""
             table.add_row(key[1], key[2], key[3], title, *(_shown(row, column) for row in rows), ratio)
     console.print(table)
+    _print_lengths(*sides, console)
+
+
+def _print_lengths(a: dict[Key, dict[str, str]], b: dict[Key, dict[str, str]], console: Console) -> None:
+    """A line for each pair of answer lengths that differ: a cell's name does not tell."""
+    cells: dict[tuple[str, str], list[str]] = {}
+    for key in a.keys() & b.keys():
+        lengths = (a[key]["output_tokens"], b[key]["output_tokens"])
+        if lengths[0] != lengths[1]:
+            cells.setdefault(lengths, []).append(key[3])
+    for (length_a, length_b), names in cells.items():
+        where = ", ".join(sorted(set(names)))
+        console.print(
+            f"[yellow]not alike:[/] answers of {length_a} tokens in A and of {length_b} in B: {escape(where)}",
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 def _summary(path: Path) -> dict[Key, dict[str, str]]:
