@@ -142,14 +142,18 @@ def _figure(row: Row) -> str:
         return f"{row['decode_tok_s']:,.1f} tok/s"
     if row.get("prefill_tok_s") is not None:
         return f"{row['prefill_tok_s']:,.0f} prompt tok/s"
+    if row["status"] == "complete" and row.get("ttft_p50_s") is not None:
+        return f"{row['ttft_p50_s'] * 1000:,.0f} ms to first token"
     return str(row["status"])
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people: 45 s, 3 min 20 s, 2 h 5 min."""
+    """Seconds for people: 45 s, 3 min 20 s, 2 h 5 min, 3 days 4 h."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
     if whole < 3600:
         return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
+    if whole < 2 * 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60} min"
+    return f"{whole // 86400:,} days {whole % 86400 // 3600} h"

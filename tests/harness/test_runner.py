@@ -255,7 +255,12 @@ def test_remaining_time_is_corrected_by_what_cells_and_starts_took():
     # 5 s beside the cell for the first of two models, and 8 / 2 times the cell's 1 s
     assert left.seconds(106.0, 106.0) == pytest.approx(9.0)
     assert left.seconds(110.0, 106.0) == pytest.approx(5.0)
-    assert [duration(s) for s in (45, 200, 7500)] == ["45 s", "3 min 20 s", "2 h 5 min"]
+    assert [duration(s) for s in (45, 200, 7500, 273_600)] == [
+        "45 s",
+        "3 min 20 s",
+        "2 h 5 min",
+        "3 days 4 h",
+    ]
 
 
 def test_a_fault_of_one_model_is_kept_and_the_run_goes_on(tmp_path):
