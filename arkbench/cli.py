@@ -139,12 +139,16 @@ def list_(
 @app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders.")],
-    output: Annotated[Path | None, typer.Option(metavar="DIR", help="Where to write; default: the first run.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where to write; default, of one run: its folder.")
+    ] = None,
 ) -> None:
     """Renders the report of one or several runs again."""
     from arkbench import commands
     from arkbench.records import read_run
 
+    if output is None and len(runs) > 1:
+        raise UserError("report: name --output DIR for a report of several runs, so that it replaces none of theirs")
     for path in runs:
         read_run(path)
         commands.refresh(path)

@@ -256,6 +256,8 @@ def dry_run(options: RunOptions, console: Console) -> None:
                 "not known" if seconds is None else duration(max(seconds, 1)),
                 _shown_memory(memory, free, plan.options.stages),
             )
+    for note in (note for p in plan.scenarios for note in p.notes):
+        console.print(f"[yellow]note:[/] {escape(note)}", highlight=False, soft_wrap=True)
     console.print(table)
     console.print(
         f"{_plural(sum(len(p.cells) for p in plan.scenarios), 'cell')}, about {duration(max(total, 1))} and the starts."

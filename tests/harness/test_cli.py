@@ -51,6 +51,7 @@ def arkbench(*arguments, cwd):
         (["run", "broken.toml"], "broken.toml: workloads: is missing"),
         (["run", "--weights", "unknown/weights"], "--weights unknown/weights: name the model that they are of"),
         (["report", "nowhere"], "nowhere: is no run folder"),
+        (["report", "one", "two"], "report: name --output DIR for a report of several runs"),
         (["compare", "nowhere", "nowhere"], "nowhere: is no run folder"),
     ],
 )
@@ -75,8 +76,9 @@ def test_an_unknown_option_is_exit_code_2(tmp_path):
 
 
 def test_the_dry_run_shows_cells_time_and_memory_and_writes_nothing(tmp_path):
-    done = arkbench("run", "quick", "--dry-run", cwd=tmp_path)
+    done = arkbench("run", "quick", "--dry-run", "--users", "4", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+    assert "note: quick: --users means nothing to this scenario and is ignored" in done.stdout
     assert "decode-s8-c64" in done.stdout and "GB" in done.stdout and "6 cells, about" in done.stdout
     assert list(tmp_path.iterdir()) == []
 
