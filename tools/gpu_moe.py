@@ -4,11 +4,12 @@
 
 Each row: what, tokens, microseconds a call (replayed in a CUDA graph, inputs rotated so that the weights do not stay in
 the L2 cache), bytes that the call must read, fraction of 4.3 TB/s, and the largest error against the float32 reference
-relative to the result's largest value. `--sweep` tries other launch options of the expert kernels.
+relative to the result's largest value. `--sweep` tries other launch options of the expert kernels; with the filter `deltanet`, other shapes of its serial pass.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from collections.abc import Callable
@@ -18,7 +19,7 @@ import torch
 
 from engine.batch import Batch, LayerCache, StateCache
 from engine.config import Attention, DeltaNet, LatentAttention, ModelConfig, MoeFfn
-from engine.kernels import deltanet, mla, moe
+from engine.kernels import deltanet, deltanet_triton, mla, moe
 from engine.kernels.rope import rope_table
 from engine.models import model_config
 from engine.weights.experts import read_experts
@@ -132,34 +133,61 @@ def batch_of(requests: int, rows: int, context: int, page: int = 64) -> Batch:
     )  # fmt: skip
 
 
-def time_deltanet(name: str) -> None:
-    config = model_config(name)
-    spec = next(layer.mixer for layer in config.layers if isinstance(layer.mixer, DeltaNet))
-    heads, columns = spec.value_heads, deltanet.channels(spec)
-    weights = deltanet.DeltaWeights(
-        torch.randn(columns, spec.conv, device=DEVICE, dtype=torch.bfloat16),
+def delta_weights(spec: DeltaNet) -> deltanet.DeltaWeights:
+    heads = spec.value_heads
+    return deltanet.DeltaWeights(
+        torch.randn(deltanet.channels(spec), spec.conv, device=DEVICE, dtype=torch.bfloat16),
         torch.randn(heads, device=DEVICE), torch.randn(heads, device=DEVICE),
         torch.ones(spec.value_dim, device=DEVICE, dtype=torch.bfloat16), 1e-6,
     )  # fmt: skip
 
-    def cache(slots: int) -> StateCache:
-        conv = torch.zeros(slots, spec.conv, columns, device=DEVICE, dtype=torch.bfloat16)
-        return StateCache(conv, torch.zeros(slots, heads, spec.key_dim, spec.value_dim, device=DEVICE))
 
-    for requests, rows in ((1, 1), (16, 1), (64, 1), (1, 2048), (4, 2048)):
+def delta_cache(spec: DeltaNet, slots: int) -> StateCache:
+    conv = torch.zeros(slots, spec.conv, deltanet.channels(spec), device=DEVICE, dtype=torch.bfloat16)
+    return StateCache(conv, torch.zeros(slots, spec.value_heads, spec.key_dim, spec.value_dim, device=DEVICE))
+
+
+def time_deltanet(name: str) -> None:
+    config = model_config(name)
+    spec = next(layer.mixer for layer in config.layers if isinstance(layer.mixer, DeltaNet))
+    weights = delta_weights(spec)
+    for requests, rows in ((1, 1), (16, 1), (64, 1), (1, 256), (1, 2048), (4, 2048), (1, 8192)):
         batch = batch_of(requests, rows, max(rows, 500))
         batch.positions = batch.positions - batch.positions[0] if rows > 1 else batch.positions
         y = torch.randn(requests * rows, deltanet.row_width(spec), device=DEVICE, dtype=torch.bfloat16)
-        caches = [cache(requests + 1) for _ in range(CALLS if rows == 1 else 2)]
-        expected_cache = cache(requests + 1)
+        caches = [delta_cache(spec, requests + 1) for _ in range(CALLS if rows == 1 else 2)]
+        expected_cache = delta_cache(spec, requests + 1)
         reference = deltanet.delta_step_reference if rows == 1 else deltanet.delta_prefill_reference
         expected = reference(y, spec, weights, batch, expected_cache)
         error = relative_error(deltanet.delta_mix(y, spec, weights, batch, caches[0]), expected)
         state_error = relative_error(caches[0].state, expected_cache.state)
         assert error < 5e-2 and state_error < 5e-2, (error, state_error)
         us = microseconds([partial(deltanet.delta_mix, y, spec, weights, batch, c) for c in caches])
-        state = 2 * requests * heads * spec.key_dim * spec.value_dim * 4
+        state = 2 * requests * spec.value_heads * spec.key_dim * spec.value_dim * 4
         report(f"{name} deltanet ({requests} x {rows})", requests * rows, us, state + 2 * y.numel(), error)
+
+
+def time_deltanet_kernels(name: str, sweep: bool) -> None:
+    """Every kernel of one prompt of 2,048 tokens by itself; `sweep`: other shapes of the serial pass."""
+    config = model_config(name)
+    spec = next(layer.mixer for layer in config.layers if isinstance(layer.mixer, DeltaNet))
+    weights, batch = delta_weights(spec), batch_of(1, 2048, 2048)
+    y = torch.randn(2048, deltanet.row_width(spec), device=DEVICE, dtype=torch.bfloat16)
+    cache = delta_cache(spec, 2)
+    own = deltanet_triton.STATE_COLUMNS, deltanet_triton.STATE_STAGES
+    shapes = [own, *(itertools.product((16, 32, 64), (1, 2, 3, 4)) if sweep else ())]
+    for shape in dict.fromkeys(shapes):
+        deltanet_triton.STATE_COLUMNS, deltanet_triton.STATE_STAGES = shape
+        deltanet.delta_mix(y, spec, weights, batch, cache)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            for _ in range(CALLS):
+                deltanet.delta_mix(y, spec, weights, batch, cache)
+            torch.cuda.synchronize()
+        for event in profile.key_averages():
+            if shape == own or "state_kernel" in event.key:
+                us = event.self_device_time_total / CALLS
+                print(f"{name} 2048: {event.key[:40]:40s} {us:8.1f} us  {shape}", flush=True)
+    deltanet_triton.STATE_COLUMNS, deltanet_triton.STATE_STAGES = own
 
 
 def time_latent(name: str) -> None:
@@ -191,9 +219,12 @@ def main() -> None:
     wanted = words[0] if words else ""
     start = time.monotonic()
     parts = [(f"experts {name}", lambda n=name: time_experts(n, (1, 4, 16, 64, 512, 2048))) for name in MODELS]
-    parts += [(f"deltanet {name}", lambda n=name: time_deltanet(n)) for name in (MODELS[0], MODELS[2])]
+    sweep = "--sweep" in sys.argv
+    for name in (MODELS[0], "Qwen3.8-27B"):
+        parts += [(f"deltanet {name}", lambda n=name: time_deltanet(n)),
+                  (f"deltanet kernels {name}", lambda n=name: time_deltanet_kernels(n, sweep))]  # fmt: skip
     parts += [("latent GLM-4.7-Flash", lambda: time_latent("GLM-4.7-Flash"))]
-    if "--sweep" in sys.argv:
+    if sweep and not wanted.startswith("deltanet"):
         parts = [(f"sweep {name}", lambda n=name: sweep_experts(n)) for name in MODELS[:3]]
     for name, part in parts:
         if wanted.lower() not in name.lower():
