@@ -4,7 +4,8 @@
 
 Each row: what, tokens, microseconds a call (replayed in a CUDA graph, inputs rotated so that the weights do not stay in
 the L2 cache), bytes that the call must read, fraction of 4.3 TB/s, and the largest error against the float32 reference
-relative to the result's largest value. `--sweep` tries other launch options of the expert kernels; with the filter `deltanet`, other shapes of its serial pass.
+relative to the largest value of the result. `--sweep` tries other launch options of the expert kernels; with the filter
+`deltanet` other shapes of its serial pass.
 """
 
 from __future__ import annotations
