@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import shlex
+import traceback
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -32,6 +33,7 @@ from arkbench.records import (
 )
 from arkbench.scenario import Cell, file_safe
 
+ERRORS_FILE = "errors.log"
 SECRET_OPTIONS = ("--api-key",)
 CellKey = tuple[str, str, str, str, int]
 
@@ -168,6 +170,12 @@ class RunFolder:
         self._details.write(json.dumps(keys | detail, separators=(",", ":")))
         self._cells = self._cells or LineWriter(self.path / "cells.csv")
         self._cells.write(csv_line(row, CELL_COLUMNS))
+
+    def add_error(self, where: str, error: BaseException) -> None:
+        """The traceback of a fault, into errors.log."""
+        text = "".join(traceback.format_exception(error))
+        with (self.path / ERRORS_FILE).open("a", encoding="utf-8") as file:
+            file.write(f"{_now()} {where}\n{text}\n")
 
     def add_timeline(self, cell: Cell, lines: Sequence[dict[str, Any]], origin: float) -> None:
         """Which stage worked on which piece when, into timeline.jsonl; times become seconds since the run began."""

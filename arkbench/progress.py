@@ -14,9 +14,12 @@ from arkbench.scenario import Cell
 
 
 class RunProgress(Protocol):
-    """Told by the runner what it does. `cost` is a cell's estimated seconds, or any weight where none is known."""
+    """Told by the runner what it does. `cost` is a cell's estimated seconds, or any weight where none is known.
 
-    def begin(self, cells: int, cost: float) -> None: ...
+    `starts`: how many models of how many scenarios have to be started.
+    """
+
+    def begin(self, cells: int, cost: float, starts: int) -> None: ...
 
     def phase(self, text: str) -> None: ...
 
@@ -36,24 +39,30 @@ class SilentProgress(RunProgress):
 class RemainingTime:
     """The time that is left: the estimates of what is to come, corrected by what the cells before really took.
 
-    Everything between two finished cells counts (starts and warm-ups too). None until a cell has finished.
+    What passes between cells (starts and warm-ups) is counted by the model started, not by the cell.
     """
 
-    def __init__(self, cost: float, now: float) -> None:
+    def __init__(self, cost: float, starts: int, now: float) -> None:
         self._left = cost
         self._spent = 0.0
+        self._measured = 0.0
+        self._starts = starts
         self._started = now
+        self._models: set[tuple[str, str]] = set()
 
-    def done(self, cost: float) -> None:
+    def done(self, cost: float, row: Row) -> None:
         self._left = max(0.0, self._left - cost)
         self._spent += cost
+        self._measured += row.get("duration_s") or 0.0
+        self._models.add((row["scenario"], row["model"]))
 
     def seconds(self, now: float, last_done: float) -> float | None:
-        """Seconds left at `now`, the latest cell having finished at `last_done`."""
+        """Seconds left at `now`, the latest cell having finished at `last_done`; None until a cell has finished."""
         if self._spent <= 0:
             return None
-        rate = (last_done - self._started) / self._spent
-        return max(0.0, self._left * rate - (now - last_done))
+        beside = max(0.0, last_done - self._started - self._measured) / len(self._models)
+        cells = self._left * self._measured / self._spent
+        return max(0.0, cells + beside * max(0, self._starts - len(self._models)) - (now - last_done))
 
 
 class LiveProgress:
@@ -71,15 +80,15 @@ class LiveProgress:
             transient=True,
         )
         self._task = self._progress.add_task("starting", total=None, left="")
-        self._remaining = RemainingTime(0.0, 0.0)
+        self._remaining = RemainingTime(0.0, 0, 0.0)
         self._last_done = 0.0
         self._count = 0
         self._cells = 0
 
-    def begin(self, cells: int, cost: float) -> None:
+    def begin(self, cells: int, cost: float, starts: int) -> None:
         self._last_done = time.monotonic()
         self._cells = cells
-        self._remaining = RemainingTime(cost, self._last_done)
+        self._remaining = RemainingTime(cost, starts, self._last_done)
         self._progress.update(self._task, total=cells, left="time left: not known yet")
         if self._console.is_terminal:
             self._progress.start()
@@ -93,7 +102,7 @@ class LiveProgress:
     def done(self, row: Row, cost: float) -> None:
         self._count += 1
         self._last_done = time.monotonic()
-        self._remaining.done(cost)
+        self._remaining.done(cost, row)
         self._progress.update(self._task, advance=1, left=self._left())
         left = "" if self._console.is_terminal else self._left()
         mark = "" if row["valid"] else f"  [yellow]not valid: {escape(row['reason'])}[/]"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from typing import Any, Protocol
 
 from arkbench import estimate, figures, machine, metrics, workloads
 from arkbench.figures import Energy
-from arkbench.folder import RunFolder, cell_key
+from arkbench.folder import ERRORS_FILE, RunFolder, cell_key
 from arkbench.metrics import Machine, StepCost
 from arkbench.plan import Plan, ScenarioPlan, Variant
 from arkbench.progress import RunProgress
@@ -108,7 +109,8 @@ class Runner:
         """Measures what is missing; returns the run's status. KeyboardInterrupt ends it early: status `partial`."""
         todo = [(cell, repetition) for p in self._plan.scenarios for cell, repetition in self._missing(p)]
         self._estimate_costs()
-        self._progress.begin(len(todo), sum(self._cost(cell) for cell, _ in todo))
+        starts = len({(cell.scenario, cell.model) for cell, _ in todo})
+        self._progress.begin(len(todo), sum(self._cost(cell) for cell, _ in todo), starts)
         interrupted = False
         try:
             self._prepare()
@@ -201,9 +203,31 @@ class Runner:
                 row, detail = self._measure(plan, session, variant, cell, repetition)
         except TargetError as error:
             row, detail = figures.empty_row(cell, repetition, "skipped", str(error)), {}
+        except Exception as error:
+            row, detail = self._unexpected(session, variant, cell, repetition, error), {}
         self._complete += row["status"] == "complete"
         self._folder.add_cell(row, detail)
         self._progress.done(row, self._cost(cell))
+
+    def _unexpected(
+        self, session: _Session, variant: Variant, cell: Cell, repetition: int, error: Exception
+    ) -> dict[str, Any]:
+        """The row of a cell that met a fault of the program: its traceback is kept, the target ended, the run goes on.
+
+        A variant that could not even be started is not tried again.
+        """
+        self._folder.add_error(f"{cell.model}, {variant.name}, {cell.id}, repetition {repetition + 1}", error)
+        first = next(iter(str(error).strip().splitlines()), "")
+        reason = f"unexpected {type(error).__name__}: {first[:200]} (see {ERRORS_FILE} in the run folder)"
+        self._progress.note(f"{cell.model}, {variant.name}, {cell.id}: {reason}")
+        if session.variant != variant.name:
+            session.broken[variant.name] = reason
+        session.variant = None
+        session.seen.clear()
+        traceback.clear_frames(error.__traceback__)
+        session.target.close()
+        gc.collect()
+        return figures.empty_row(cell, repetition, "failed", reason)
 
     def _ready(self, plan: ScenarioPlan, session: _Session, variant: Variant, cell: Cell) -> None:
         """The target running this variant, and warmed up for this cell; raises TargetError."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from engine.batch import Batch, LayerCache
 from engine.kernels._launch import capability, launch, power_of_2
@@ -113,7 +114,7 @@ def prefill_attention_library(q: Tensor, cache: LayerCache, batch: Batch, scale:
         )
     else:
         mask = causal_lower_right(rows, length)
-        out = torch.nn.functional.scaled_dot_product_attention(query, k, v, mask, scale=scale, enable_gqa=True)
+        out = sdpa(query, k, v, mask, scale=scale, enable_gqa=True)
     return out[0].transpose(0, 1).contiguous()
 
 

@@ -248,13 +248,41 @@ def test_a_cold_cell_has_its_own_start_and_no_warm_up(tmp_path):
     assert kinds == ["close", "start", "load", "load", "load", "close", "start", "load", "load", "load", "close"]
 
 
-def test_remaining_time_is_corrected_by_what_cells_took():
-    left = RemainingTime(cost=10.0, now=100.0)
+def test_remaining_time_is_corrected_by_what_cells_and_starts_took():
+    left = RemainingTime(cost=10.0, starts=2, now=100.0)
     assert left.seconds(101.0, 100.0) is None
-    left.done(2.0)
-    assert left.seconds(106.0, 106.0) == pytest.approx(24.0)
-    assert left.seconds(110.0, 106.0) == pytest.approx(20.0)
+    left.done(2.0, {"scenario": "s", "model": "a", "duration_s": 1.0})
+    # 5 s beside the cell for the first of two models, and 8 / 2 times the cell's 1 s
+    assert left.seconds(106.0, 106.0) == pytest.approx(9.0)
+    assert left.seconds(110.0, 106.0) == pytest.approx(5.0)
     assert [duration(s) for s in (45, 200, 7500)] == ["45 s", "3 min 20 s", "2 h 5 min"]
+
+
+def test_a_fault_of_one_model_is_kept_and_the_run_goes_on(tmp_path):
+    scenario = tmp_path / "two.toml"
+    scenario.write_text(
+        'name = "two"\ntitle = "T"\nmodels = ["SmolLM2-135M", "Llama-3.2-1B"]\nrepetitions = 2\n[[workloads]]\n'
+        'type = "prefill"\nprompt_tokens = 10\n'
+    )
+
+    class Faulty(FakeTarget):
+        def start(self, *arguments, **more):
+            self.starts = getattr(self, "starts", 0) + 1
+            if self.starts == 1:
+                raise RuntimeError("does not compile\nat line 3")
+            return super().start(*arguments, **more)
+
+    log = []
+    execute(tmp_path / "r", Faulty(log), RunOptions(scenarios=(str(scenario),)))
+    rows = read_rows(tmp_path / "r" / "cells.csv")
+    assert [(row["model"], row["status"]) for row in rows] == [
+        ("SmolLM2-135M", "failed"), ("SmolLM2-135M", "skipped"), ("Llama-3.2-1B", "complete"),
+        ("Llama-3.2-1B", "complete"),
+    ]  # fmt: skip
+    assert rows[0]["valid"] == "false"
+    assert rows[0]["reason"] == "unexpected RuntimeError: does not compile (see errors.log in the run folder)"
+    assert "Traceback" in (tmp_path / "r" / "errors.log").read_text()
+    assert json.loads((tmp_path / "r" / "run.json").read_text())["status"] == "partial"
 
 
 def test_client_that_was_the_limit_makes_a_cell_invalid():
