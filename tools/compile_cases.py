@@ -15,6 +15,7 @@ from engine.config import Attention, DeltaNet, LatentAttention, Rope
 from engine.kernels import w4
 from engine.kernels.activation import clamped_swiglu_triton, silu_mul_triton
 from engine.kernels.attention_decode import decode_attention_gluon, decode_attention_triton
+from engine.kernels.attention_library import gather_pages_triton
 from engine.kernels.attention_prefill import prefill_attention_triton
 from engine.kernels.deltanet import DeltaWeights, channels, row_width
 from engine.kernels.deltanet_triton import prefill as delta_prefill
@@ -69,6 +70,10 @@ def prefill(spec: Attention, dtype: torch.dtype, rows: int = 2048, requests: int
     sinks = empty(spec.heads) if spec.sinks else None
     q = empty(rows, spec.heads, spec.head_dim)
     prefill_attention_triton(q, cache(spec, dtype), batch(rows, requests), spec.scale, spec.window, sinks)
+
+
+def gather(spec: Attention) -> None:
+    gather_pages_triton(cache(spec, BF16), empty(32, dtype=torch.int32), 2000, 2048)
 
 
 def rope(spec: Attention, dtype: torch.dtype, splits: int, rows: int = 16) -> None:
@@ -158,6 +163,8 @@ CASES: dict[str, Callable[[], object]] = {
     "prefill qwen3": lambda: prefill(QWEN3, BF16),
     "prefill qwen3 int8": lambda: prefill(QWEN3, INT8),
     "prefill qwen3.5": lambda: prefill(QWEN3_5, BF16),
+    "gather pages qwen3": lambda: gather(QWEN3),
+    "gather pages qwen3.5": lambda: gather(QWEN3_5),
     "prefill gpt-oss": lambda: prefill(GPT_OSS, BF16),
     "sample": lambda: sample(False),
     "sample greedy": lambda: sample(True),
