@@ -129,7 +129,7 @@ def gather_pages_triton(cache: LayerCache, pages: Tensor, length: int, padded: i
 
     _, kv_heads, page_size, dim = cache.k.shape
     k, v = (torch.empty(kv_heads, padded, dim, dtype=cache.k.dtype, device=cache.k.device) for _ in range(2))
-    block = 64
+    block = 32
     launch(
         gather_pages_kernel, (-(-padded // block), kv_heads),
         cache.k, cache.v, pages, k, v, length, padded,
