@@ -54,6 +54,22 @@ def ffn_weights(ffn: Ffn, hidden: int) -> int:
     return hidden * (3 * (ffn.experts * ffn.intermediate + ffn.shared) + ffn.experts) + shared_gate
 
 
+def largest_matrix(config: ModelConfig) -> int:
+    """Elements of the largest matrix that prompts of many rows unpack (experts are never unpacked whole)."""
+
+    def mixer(spec: Mixer) -> int:
+        if isinstance(spec, Attention):
+            return spec.head_dim * (spec.heads * (2 if spec.output_gate else 1) + 2 * spec.kv_heads)
+        if isinstance(spec, DeltaNet):
+            return 2 * spec.key_heads * spec.key_dim + 2 * spec.value_heads * (spec.value_dim + 1)
+        return spec.q_rank + max(spec.kv_rank + spec.rope_dim, spec.heads * spec.value_dim)
+
+    def ffn(spec: Ffn) -> int:
+        return 2 * spec.intermediate if isinstance(spec, DenseFfn) else spec.shared
+
+    return config.hidden * max(max(mixer(spec.mixer), ffn(spec.ffn)) for spec in config.layers)
+
+
 def model_weights(config: ModelConfig) -> tuple[int, int]:
     """(elements of the matrices a step multiplies by, output head included; elements of the embedding table)."""
     layers = sum(
@@ -116,6 +132,8 @@ def plan_memory(
     if free is None or page_bytes == 0:
         return MemoryPlan(weights, state, wanted * page_bytes, wanted)
     workspace = WORKSPACE if config.device.startswith("cuda") else CPU_WORKSPACE
+    if config.device.startswith("cuda") and config.switches.weights_dtype == "int4":
+        workspace += 2 * largest_matrix(model) * activations.itemsize
     room = free - weights - state - workspace
     affordable = room // page_bytes
     needed = wanted if config.cache_tokens is not None else longest + 1

@@ -299,7 +299,7 @@ def prefill_cases(tune: bool) -> Iterator[Case]:
 def piece_cases(
     geometry: tuple[int, int, int], load: tuple[int, int, int], dtype: torch.dtype, tune: bool
 ) -> Iterator[Case]:
-    """`load`: (requests, new tokens, tokens with the context). Our kernel, then PyTorch's on gathered pages and alone."""
+    """`load`: (requests, new tokens, tokens with the context). Our kernel, then PyTorch's over pages and alone."""
     (heads, kv_heads, dim), (requests, query, length) = geometry, load
     spec = Attention(heads, kv_heads, dim, Rope(rotary_dim=dim), dim**-0.5)
     flops = 4 * heads * dim * requests * (query * (length - query) + query * (query + 1) / 2)

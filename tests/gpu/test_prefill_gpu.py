@@ -9,6 +9,8 @@ if not torch.cuda.is_available():
 from engine.batch import StateCache
 from engine.config import DeltaNet
 from engine.kernels import attention_library, attention_prefill, deltanet
+from engine.kernels.bench import random_weight
+from engine.layers.linear import Linear, unpack_ahead
 from tools import gpu_kernels as cases
 from tools.gpu_moe import batch_of, delta_cache, delta_weights, relative_error
 
@@ -86,3 +88,38 @@ def test_deltanet_pieces_continue_each_other():
         got.append(deltanet.delta_mix(y[first:end], spec, weights, batch_of(1, end - first, end), pieces))
     assert relative_error(torch.cat(got), expected) < 3e-2
     assert relative_error(pieces.state, once.state) < 2e-2
+
+
+def unpacked_ahead(layers, x, graph):
+    """Twenty passes through the layers, each product's first columns the next one's input."""
+
+    def forward():
+        y = x
+        for layer in layers:
+            y = layer.partials(y[:, : layer.in_features].contiguous())
+        return y
+
+    if not graph:
+        return [forward().clone() for _ in range(20)]
+    forward()
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        y = forward()
+    out = []
+    for _ in range(20):
+        captured.replay()
+        out.append(y.clone())
+    return out
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("rows", [513, 2048])
+def test_unpacking_ahead_changes_no_bit(graph, rows):
+    torch.manual_seed(6)
+    shapes = [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288)] * 2
+    layers = [Linear(random_weight(n, k), None, "fused") for n, k in shapes]
+    x = torch.randn(rows, 4096, device="cuda", dtype=torch.bfloat16)
+    expected = unpacked_ahead(layers, x, False)[0]
+    unpack_ahead(layers, torch.bfloat16, torch.device("cuda"))
+    for out in unpacked_ahead(layers, x, graph):
+        assert torch.equal(out, expected)
