@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.cache import Cache
-from engine.config import Attention, DenseFfn, LayerSpec
-from engine.graphs import Graphs, GraphShapes
+from engine.graphs import Graphs, GraphShapes, longest_prompt
 from engine.inputs import StepInputs
 from engine.kernels._launch import whole
 from engine.kernels.sample import sample
@@ -78,9 +77,8 @@ class Stage:
     def capture(self, kernels: Kernels) -> None:
         """Captures the steps that are replayed; those of each kind of kernels are kept."""
         if kernels not in self._graphs_by_kernels:
-            # The standard kernels unpack whole matrices: there the GPU is the limit, not the host's launches.
-            prompts = kernels == "fused" and all(plain_layer(layer) for layer in self.decoder.config.layers)
-            shapes = GraphShapes.of(self.max_streams, self.max_model_len, prompts)
+            longest = longest_prompt(self.decoder.config, kernels)
+            shapes = GraphShapes.of(self.max_streams, self.max_model_len, longest)
             self._graphs_by_kernels[kernels] = Graphs(self, shapes)
         self.graphs = self._graphs_by_kernels[kernels]
 
@@ -164,8 +162,3 @@ class Stage:
         self.token_pool.index_copy_(0, inputs.sample_slots, tokens)
         self.down.store(inputs.ring, tokens)
         return tokens
-
-
-def plain_layer(layer: LayerSpec) -> bool:
-    """Whether a layer takes rows of no request, which pad a captured prompt step."""
-    return isinstance(layer.mixer, Attention) and isinstance(layer.ffn, DenseFfn)

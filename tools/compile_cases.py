@@ -149,6 +149,7 @@ CASES: dict[str, Callable[[], object]] = {
     "clamped_swiglu": lambda: clamped_swiglu_triton(empty(16, 5760), 7.0, 1.702),
     "rope qwen3": lambda: rope(QWEN3, BF16, 4),
     "rope qwen3.5 int8": lambda: rope(QWEN3_5, INT8, 0),
+    "rope qwen3 2048": lambda: rope(QWEN3, BF16, 0, 2048),
     "rope gpt-oss fp8": lambda: rope(GPT_OSS, FP8, 0),
     "decode qwen3": lambda: decode(QWEN3, BF16),
     "decode qwen3 int8": lambda: decode(QWEN3, INT8),
