@@ -58,6 +58,14 @@ def run(
     at_once: Annotated[str | None, typer.Option(help="Prompts of a burst, e.g. 1,2.")] = None,
     prompt_tokens: Annotated[str | None, typer.Option(help="Prompt lengths, e.g. 256.")] = None,
     output_tokens: Annotated[str | None, typer.Option(help="Tokens that each request makes.")] = None,
+    users: Annotated[str | None, typer.Option(help="Users of a conversation, e.g. 4.")] = None,
+    turns: Annotated[str | None, typer.Option(help="Turns of a conversation, e.g. 2.")] = None,
+    shared_tokens: Annotated[
+        int | None, typer.Option(min=0, help="Tokens that all users of a conversation begin with.")
+    ] = None,
+    duration: Annotated[
+        float | None, typer.Option(min=1, metavar="SECONDS", help="Length of sustained loads; the report names it.")
+    ] = None,
     repetitions: Annotated[int | None, typer.Option(min=1, help="Repetitions of every cell.")] = None,
     output: Annotated[Path | None, typer.Option(metavar="DIR", help="The run folder itself.")] = None,
     resume: Annotated[Path | None, typer.Option(metavar="DIR", help="Measure what is missing in this run.")] = None,
@@ -79,6 +87,10 @@ def run(
         at_once=_numbers(at_once, "--at-once"),
         prompt_tokens=_numbers(prompt_tokens, "--prompt-tokens"),
         output_tokens=_numbers(output_tokens, "--output-tokens"),
+        users=_numbers(users, "--users"),
+        turns=_numbers(turns, "--turns"),
+        shared_tokens=shared_tokens,
+        duration_s=duration,
         repetitions=repetitions,
     )
     options = RunOptions(

@@ -62,7 +62,10 @@ def estimate(cell: Cell, facts: ModelFacts | None, switches: Mapping[str, str], 
     step = _step_seconds(cell, facts, switches, machine, streams if batched else 1)
     make = steps * step * (1 if batched else streams)
     arrivals = count / cell.rate_per_s if cell.rate_per_s else 0.0
-    warm_up = read * min(1.0, 2 / count if cell.workload == "burst" else 1.0) + workloads.WARM_UP_TOKENS * step
+    share = 2 / count if cell.workload == "burst" else 1.0
+    if cell.workload == "decode":
+        share = workloads.WARM_UP_CONTEXT / _mean_prompt(cell)
+    warm_up = read * min(1.0, share) + workloads.WARM_UP_TOKENS * step
     return Estimate(max(read + make, arrivals), 0.0 if cell.cold else warm_up)
 
 

@@ -171,6 +171,9 @@ def _plan_scenario(loaded: LoadedScenario, options: RunOptions, endpoint_model: 
         variants, notes = _variants(scenario, options.set_switches, loaded.source)
         models = [_checked_model(name, options.weights) for name in _asked_models(scenario, options)]
     models = list(dict.fromkeys(models))
+    if options.overrides.duration_s is not None and any(w.type == "sustained" for w in scenario.workloads):
+        own = max(w.duration_s for w in loaded.scenario.workloads if w.type == "sustained")
+        notes = [*notes, f"{scenario.name}: sustained loads last {options.overrides.duration_s:g} s, not {own:g} s"]
     cells = scenarios.cells_of(scenario, models, [variant.name for variant in variants])
     return ScenarioPlan(loaded, scenario, tuple(models), tuple(variants), tuple(cells), tuple(notes))
 

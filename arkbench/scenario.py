@@ -299,17 +299,21 @@ class Overrides:
     at_once: tuple[int, ...] | None = None
     prompt_tokens: tuple[int, ...] | None = None
     output_tokens: tuple[int, ...] | None = None
+    users: tuple[int, ...] | None = None
+    turns: tuple[int, ...] | None = None
+    shared_tokens: int | None = None
+    duration_s: float | None = None
     repetitions: int | None = None
+
+
+LIST_KEYS = ("streams", "context_tokens", "at_once", "prompt_tokens", "output_tokens", "users", "turns")
 
 
 def override(scenario: Scenario, overrides: Overrides) -> Scenario:
     """The scenario with the overrides put into every workload that has such a key."""
-    lists = {
-        key: list(value)
-        for key in ("streams", "context_tokens", "at_once", "prompt_tokens", "output_tokens")
-        if (value := getattr(overrides, key)) is not None
-    }
-    workloads = [_override_workload(workload, lists) for workload in scenario.workloads]
+    values: dict[str, Any] = {key: list(value) for key in LIST_KEYS if (value := getattr(overrides, key)) is not None}
+    values |= {key: v for key in ("shared_tokens", "duration_s") if (v := getattr(overrides, key)) is not None}
+    workloads = [_override_workload(workload, values) for workload in scenario.workloads]
     changes: dict[str, Any] = {"workloads": workloads}
     if overrides.models is not None:
         changes["models"] = list(overrides.models)
@@ -318,8 +322,8 @@ def override(scenario: Scenario, overrides: Overrides) -> Scenario:
     return scenario.model_copy(update=changes)
 
 
-def _override_workload(workload: Workload, lists: dict[str, list[int]]) -> Workload:
-    changes: dict[str, Any] = {key: value for key, value in lists.items() if key in type(workload).model_fields}
+def _override_workload(workload: Workload, values: dict[str, Any]) -> Workload:
+    changes: dict[str, Any] = {key: value for key, value in values.items() if key in type(workload).model_fields}
     if "prompt_tokens" in changes and getattr(workload, "prompt_mix", None):
         changes["prompt_mix"] = []
     return workload.model_copy(update=changes)

@@ -19,6 +19,9 @@ MOST_CLOSED_LOOP_TOKENS = 8_000_000
 WARM_UP_TOKENS = 8
 """Tokens that a request of a warm-up makes: enough to have run every step of the cell's shape."""
 
+WARM_UP_CONTEXT = 512
+"""Longest prompt of a decode cell's warm-up."""
+
 
 @dataclass(frozen=True)
 class PromptSource:
@@ -117,7 +120,8 @@ def _turns(
 def warm_up(cell: Cell, source: PromptSource, limits: Limits) -> Load:
     """A short load of the cell's shape, never in a figure: the same streams and lengths, few tokens, no second turn.
 
-    A burst is warmed up with two of its prompts: its pieces have the same sizes, and a whole one takes too long.
+    A burst is warmed up with two of its prompts: its pieces have the same sizes, and a whole one takes too long. Decode
+    and sustained loads are warmed up with shorter prompts: their steps do the same work whatever the context.
     """
     count = min(cell.at_once or 1, 2) if cell.workload == "burst" else cell.streams or 1
     if cell.workload == "conversation":
@@ -125,6 +129,8 @@ def warm_up(cell: Cell, source: PromptSource, limits: Limits) -> Load:
     lengths = _prompt_lengths(cell, count)
     if cell.workload == "conversation":
         lengths = [cell.longest_prompt]
+    if cell.workload in ("decode", "sustained"):
+        lengths = [min(length, WARM_UP_CONTEXT) for length in lengths]
     output = min(cell.output_tokens or 1, WARM_UP_TOKENS)
     planned = [PlannedRequest(n, source.prompt(n, lengths[n]), output, stream=n) for n in range(count)]
     return Load(planned, "together", None, limits.first_token_timeout_s, limits.grace_s)

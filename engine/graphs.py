@@ -128,7 +128,7 @@ class Graphs:
             inputs = StepInputs.over(buffer, shape)
             max_query = 1 if decode else shape.rows
             residual = None if self.hidden_in is None else self.hidden_in[: shape.rows]
-            result = stage.forward(inputs, decode, max_query, stage.max_model_len, residual)
+            result = stage.forward(inputs, decode, decode, max_query, stage.max_model_len, residual)
             if self.hidden_out is None:
                 stage.choose(result, inputs, greedy)
             else:
@@ -147,11 +147,15 @@ class Graphs:
     def replay(self, order: StepOrder, residual: Tensor | None) -> Tensor | None:
         """Runs a step in its captured shape. `residual` [rows, hidden]: from the stage before.
 
+        A captured step finds its tokens in the token pool; those of a driven step come from the host and go there.
+
         Returns the residual for the next stage in a buffer that the next replay overwrites, or None on the last stage.
         """
         # A stage that does not sample needs no second graph for rows that draw.
         captured = self._take(order.shape, order.decode, order.greedy or self.hidden_out is not None)
-        self.stage.upload(order, captured.buffer)
+        inputs = self.stage.upload(order, captured.buffer)
+        if order.decode and not order.resident and self.stage.decoder.is_first:
+            self.stage.token_pool.index_copy_(0, inputs.state_slots, inputs.tokens)
         if residual is not None and self.hidden_in is not None:
             self.hidden_in[: order.rows].copy_(residual)
         captured.graph.replay()

@@ -1,9 +1,9 @@
 """What drives the steps: the two ends of one question.
 
-`driven`: the host drives. It launches a step kernel by kernel, waits for it, reads the sampled tokens, and only then
-prepares the next step, which gets its tokens from the host. This is what a straightforward server does, without
-sleeps or needless copies: the token is chosen by a kernel on the device and four bytes a request come back, not the
-logits. There are no captured graphs: they need inputs that stay on the device, which is the other loop's idea.
+`driven`: the host drives. It launches a step, waits for it, reads the sampled tokens, and only then prepares the next
+step, which gets its tokens from the host. This is what a straightforward server does, without sleeps or needless
+copies: steps are captured graphs here too, the token is chosen by a kernel on the device, and four bytes a request come
+back, not the logits.
 
 `inverted`: the device drives. A step is a captured graph; the token that it samples stays on the device, where the
 next step finds it, so the host launches step n + 1 while step n runs and reads the tokens of step n behind it. The

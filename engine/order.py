@@ -58,7 +58,7 @@ def make_order(
     """`shapes`: of the captured steps (None: there are none)."""
     sampling = [piece.track.request.sampling for piece in plan.pieces if piece.samples]
     plain = not banned and all(map(is_plain, sampling))
-    captured = shapes.holding(plan) if plain and resident and shapes is not None else None
+    captured = shapes.holding(plan) if plain and shapes is not None else None
     shape = captured or plan_shape(plan)
     packed = np.empty(StepInputs.nbytes(shape), dtype=np.uint8)
     fill(StepInputs.over(torch.from_numpy(packed), shape).numpy(), plan, plan.step % ring_depth, page_size)

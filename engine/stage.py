@@ -44,8 +44,8 @@ class StepResult:
 class Stage:
     """A decoder (the whole model or a range of its layers), its cache and the buffers of its steps.
 
-    `resident`: decode steps take their tokens from the token pool on the device and run as captured graphs; without
-    it (the driven loop) they take them from the host and are launched kernel by kernel. `ring_depth`: more than the
+    `resident`: decode steps take their tokens from the token pool on the device; without it (the driven loop) they take
+    them from the host. `ring_depth`: more than the
     steps that may be in flight.
     """
 
@@ -128,7 +128,8 @@ class Stage:
         self, order: StepOrder, residual: Tensor | None
     ) -> tuple[Tensor | None, list[TokenLogprobs | None] | None]:
         inputs = self.upload(order, None)
-        result = self.forward(inputs, order.decode, order.max_query, order.max_kv, residual)
+        pooled = order.decode and order.resident
+        result = self.forward(inputs, order.decode, pooled, order.max_query, order.max_kv, residual)
         if not self.decoder.is_last:
             return result, None
         return None, self._sample(order, inputs, result) if order.samples else None
@@ -147,10 +148,19 @@ class Stage:
         return StepInputs.over(self.up.send(host, nbytes, into), order.shape)
 
     def forward(
-        self, inputs: StepInputs, decode: bool, max_query: int, max_kv: int, residual: Tensor | None = None
+        self,
+        inputs: StepInputs,
+        decode: bool,
+        pooled: bool,
+        max_query: int,
+        max_kv: int,
+        residual: Tensor | None = None,
     ) -> Tensor:
-        """The decoder over the packed inputs: logits [S, vocab] or Partials on the last stage, else the residual."""
-        if decode and self.resident and self.decoder.is_first:
+        """The decoder over the packed inputs: logits [S, vocab] or Partials on the last stage, else the residual.
+
+        `pooled`: the tokens are in the token pool, not in the inputs.
+        """
+        if pooled and self.decoder.is_first:
             inputs.tokens = self.token_pool.index_select(0, inputs.state_slots)
         page_table = self.cache.page_table.index_select(0, inputs.state_slots)
         batch = inputs.batch(page_table, decode, max_query, max_kv)

@@ -54,10 +54,10 @@ def cache(spec: Attention, dtype: torch.dtype) -> LayerCache:
     return LayerCache(empty(*shape, dtype=dtype), empty(*shape, dtype=dtype), *scales)
 
 
-def decode(spec: Attention, dtype: torch.dtype, rows: int = 16) -> None:
+def decode(spec: Attention, dtype: torch.dtype, max_kv: int = 4096, rows: int = 16) -> None:
     sinks = empty(spec.heads) if spec.sinks else None
     q = empty(rows, spec.heads, spec.head_dim)
-    decode_attention_triton(q, cache(spec, dtype), batch(rows, rows), spec.scale, spec.window, sinks)
+    decode_attention_triton(q, cache(spec, dtype), batch(rows, rows, max_kv), spec.scale, spec.window, sinks)
 
 
 def decode_gluon(spec: Attention, dtype: torch.dtype, rows: int = 16) -> None:
@@ -155,6 +155,7 @@ CASES: dict[str, Callable[[], object]] = {
     "decode qwen3 int8": lambda: decode(QWEN3, INT8),
     "decode qwen3 fp8": lambda: decode(QWEN3, FP8),
     "decode qwen3.5": lambda: decode(QWEN3_5, BF16),
+    "decode qwen3.5 long": lambda: decode(QWEN3_5, BF16, 65536),
     "decode gluon qwen3": lambda: decode_gluon(QWEN3, BF16),
     "decode gluon qwen3 int8": lambda: decode_gluon(QWEN3, INT8),
     "decode gluon qwen3 fp8": lambda: decode_gluon(QWEN3, FP8),

@@ -4,6 +4,7 @@
 
 Every case is compared with float64 mathematics first. Timing is that of engine/kernels/bench.py. Bytes are those that
 must move: inputs and outputs once. `--tune` times other tile shapes of the attention kernels beside the ones in use.
+The filter "attention" takes decode attention alone, at the loads of served steps and of long contexts.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import argparse
 import itertools
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,7 +23,7 @@ from torch import Tensor
 from engine.batch import Batch, LayerCache
 from engine.config import Attention, Rope
 from engine.kernels import activation, attention_decode, attention_library, attention_prefill, bench, norm, rope, sample
-from engine.kernels._launch import capability, launch_options, multiprocessors
+from engine.kernels._launch import capability, launch_options
 from engine.kernels.bench import BF16, DEVICE, FP8, INT8, make_batch, make_cache, random
 
 BANDWIDTH = 4.3e12
@@ -184,66 +186,53 @@ def dense(q: Tensor, cache: LayerCache, batch: Batch, spec: Attention, rows: lis
     return torch.stack(out)
 
 
+LOADS = [(1, 170), (8, 170), (16, 170), (64, 170), (64, 1000), (64, 4000), (1, 64000)]
+SHORT = [(1, 170), (64, 170)]
+LONG = [(64, 4000), (1, 64000)]
+DECODES = [
+    ((32, 8, 128), None, (BF16,), LOADS),
+    ((64, 8, 128), None, (BF16,), SHORT + LONG),
+    ((24, 4, 256), None, (BF16,), SHORT),
+    ((16, 2, 256), None, (BF16,), SHORT),
+    ((64, 8, 64), 128, (BF16,), SHORT),
+    ((64, 4, 128), None, (BF16,), LONG),
+    ((32, 8, 128), None, (INT8, FP8), LONG),
+    ((64, 8, 128), None, (INT8, FP8), LONG),
+    ((64, 4, 128), None, (INT8, FP8), LONG),
+]
+SERVED_TOKENS = 9000
+"""Tokens of context that the steps of short requests are captured for."""
+
+
 def decode_cases(tune: bool) -> Iterator[Case]:
-    geometries = [(32, 8, 128), (64, 8, 128), (64, 4, 128), (16, 2, 256)]
-    loads = [(1, 1000), (1, 64000), (64, 4000), (16, 1000)]
-    yield from short_decode_cases(tune)
-    for (heads, kv_heads, dim), (requests, length), dtype in itertools.product(geometries, loads, (BF16, INT8, FP8)):
-        if dtype != BF16 and (requests, length) in [(1, 1000), (16, 1000)]:
-            continue
-        spec = Attention(heads, kv_heads, dim, Rope(rotary_dim=dim), dim**-0.5)
-        size = torch.empty((), dtype=dtype).element_size()
-        moved = requests * length * kv_heads * 2 * (dim * size + (4 if size == 1 else 0))
-        name = f"decode {requests} x {length}, {heads}/{kv_heads}x{dim} {str(dtype)[6:]}"
-
-        def inputs(spec=spec, requests=requests, length=length, dtype=dtype) -> tuple:
-            batch, pages = make_batch(1, [length] * requests)
-            cache = make_cache(pages, spec.kv_heads, spec.head_dim, dtype)
-            return random(requests, spec.heads, spec.head_dim), cache, batch
-
-        def check(inputs=inputs, spec=spec, length=length) -> float:
-            q, cache, batch = inputs()
-            row = q.shape[0] - 1
-            out = attention_decode.decode_attention(q, cache, batch, spec.scale)
-            assert torch.equal(out, attention_decode.decode_attention(q, cache, batch, spec.scale))
-            return error(out[row:], dense(q, cache, batch, spec, [(row, row, length)]), 0.005)
-
-        configs = [None]
-        if tune:
-            shapes = itertools.product((32, 64, 128), (4, 8), (3, 5, 7), (2, 3, 4))
-            configs += [dict(zip(("BLOCK_N", "num_warps", "num_stages", "programs"), s, strict=True)) for s in shapes]
-        for config in configs:
-
-            def make(_: int, inputs=inputs, spec=spec, config=config) -> Callable[[], Tensor]:
-                q, cache, batch = inputs()
-                return lambda: attention_decode.decode_attention_triton(q, cache, batch, spec.scale, config=config)
-
-            label = name if config is None else f"{name} {tuple(config.values())}"
-            yield Case(label, moved, make, None if config else check)
-        yield from gluon_cases(name, spec, dtype, moved, inputs, requests, length, tune)
+    """Decode attention as the engine calls it; with `tune` other segments and rings too."""
+    for (heads, kv_heads, dim), window, dtypes, loads in DECODES:
+        spec = Attention(heads, kv_heads, dim, Rope(rotary_dim=dim), dim**-0.5, window=window, sinks=window is not None)
+        for dtype, (requests, length) in itertools.product(dtypes, loads):
+            yield from decode_case(spec, dtype, requests, length, tune)
 
 
-def gluon_cases(
-    name: str,
-    spec: Attention,
-    dtype: torch.dtype,
-    moved: float,
-    inputs: Callable[[], tuple],
-    requests: int,
-    length: int,
-    tune: bool,
-) -> Iterator[Case]:
-    """The Gluon kernel on the inputs of a decode case: in its own configuration, with `tune` in others too."""
-    q, cache = random(1, spec.heads, spec.head_dim), make_cache(1, spec.kv_heads, spec.head_dim, dtype)
-    if not attention_decode.gluon_serves(q, cache):
-        return
-    size, processors = cache.k.element_size(), multiprocessors(q)
-    own = attention_decode.gluon_config(requests, spec.kv_heads, spec.head_dim, size, capability(q), processors)
-    others = [replace(own, stages=2, programs=2), replace(own, shortest=64, parts=16), replace(own, shortest=128)]
-    for config in dict.fromkeys([own, *(others if tune else ())]):
+def decode_case(spec: Attention, dtype: torch.dtype, requests: int, length: int, tune: bool) -> Iterator[Case]:
+    size = torch.empty((), dtype=dtype).element_size()
+    seen = min(length, spec.window or length)
+    moved = requests * seen * spec.kv_heads * 2 * (spec.head_dim * size + (4 if size == 1 else 0))
+    moved += 4 * requests * spec.heads * spec.head_dim
+    name = f"attention {requests} x {length}, {spec.heads}/{spec.kv_heads}x{spec.head_dim} {str(dtype)[6:]}"
+    sinks = random(spec.heads) if spec.sinks else None
 
-        def run(arguments: tuple, config=config) -> Tensor:
-            return attention_decode.decode_attention_gluon(*arguments, spec.scale, config=config)
+    def inputs() -> tuple[Tensor, LayerCache, Batch]:
+        batch, pages = make_batch(1, [length] * requests)
+        batch.max_kv = max(length, SERVED_TOKENS)
+        return (
+            random(requests, spec.heads, spec.head_dim),
+            make_cache(pages, spec.kv_heads, spec.head_dim, dtype),
+            batch,
+        )
+
+    for label, attend in decode_variants(spec, dtype, requests, length, tune):
+
+        def run(arguments: tuple, attend=attend) -> Tensor:
+            return attend(*arguments, spec.scale, spec.window, sinks)
 
         def make(_: int, run=run) -> Callable[[], Tensor]:
             arguments = inputs()
@@ -251,36 +240,46 @@ def gluon_cases(
 
         def check(run=run) -> float:
             arguments = inputs()
-            row = arguments[0].shape[0] - 1
+            q, cache, batch = arguments
             out = run(arguments)
-            assert torch.equal(out, run(arguments))
-            return error(out[row:], dense(*arguments, spec, [(row, row, length)]), 0.005)
+            assert torch.equal(out, run(arguments)), "repeated runs differ"
+            if spec.window:
+                wanted = attention_decode.decode_attention_reference(*arguments, spec.scale, spec.window, sinks)
+                return error(out, wanted, 0.01)
+            rows = sorted({0, requests - 1})
+            return error(out[rows], dense(q, cache, batch, spec, [(row, row, length) for row in rows]), 0.005)
 
-        yield Case(f"{name} gluon {astuple(config)}", moved, make, check)
+        yield Case(f"{name}{label}", moved, make, check)
 
 
-def short_decode_cases(tune: bool) -> Iterator[Case]:
-    """Short contexts, where launches and latency count: both kernels."""
-    geometries = [(32, 8, 64), (32, 8, 128), (64, 8, 128)]
-    for (heads, kv_heads, dim), requests, length in itertools.product(geometries, (1, 8, 16, 64), (170, 1000)):
-        spec = Attention(heads, kv_heads, dim, Rope(rotary_dim=dim), dim**-0.5)
-        moved = requests * length * kv_heads * 4 * dim
-        name = f"short decode {requests} x {length}, {heads}/{kv_heads}x{dim} bfloat16"
-
-        def inputs(spec=spec, requests=requests, length=length) -> tuple:
-            batch, pages = make_batch(1, [length] * requests)
-            return (
-                random(requests, spec.heads, spec.head_dim),
-                make_cache(pages, spec.kv_heads, spec.head_dim, BF16),
-                batch,
-            )
-
-        def make(_: int, inputs=inputs, spec=spec) -> Callable[[], Tensor]:
-            arguments = inputs()
-            return lambda: attention_decode.decode_attention(*arguments, spec.scale)
-
-        yield Case(name, moved, make)
-        yield from gluon_cases(name, spec, BF16, moved, inputs, requests, length, tune)
+def decode_variants(
+    spec: Attention, dtype: torch.dtype, requests: int, length: int, tune: bool
+) -> Iterator[tuple[str, Callable[..., Tensor]]]:
+    """(label, function): decode_attention, and with `tune` its forms in other configurations."""
+    yield "", attention_decode.decode_attention
+    if not tune:
+        return
+    q, cache = random(1, spec.heads, spec.head_dim), make_cache(1, spec.kv_heads, spec.head_dim, dtype)
+    own = attention_decode.segments_for(spec.kv_heads)
+    if length <= 1000:
+        cuts = [replace(own, shortest=keys) for keys in (64, 128)]
+    else:
+        cuts = [replace(own, parts=parts) for parts in (own.parts // 2, own.parts * 2)]
+    if attention_decode.gluon_serves(q, cache):
+        size = cache.k.element_size()
+        chosen = attention_decode.gluon_config(spec.kv_heads, spec.head_dim, size, *capability(q))
+        rings = [(own, ring) for ring in ((2, 2), (4, 1), (6, 1))]
+        for cut, (stages, programs) in [(cut, (chosen.stages, chosen.programs)) for cut in cuts] + rings:
+            config = attention_decode.GluonConfig(cut, stages, programs)
+            label = f" gluon {cut.parts, cut.shortest} ring {stages, programs}"
+            yield label, partial(attention_decode.decode_attention_gluon, config=config)
+    else:
+        chosen = attention_decode.decode_config(spec.head_dim, cache.k.element_size(), capability(q))
+        shapes = [(own, shape) for shape in ((32, 4, 5, 2), (32, 8, 7, 2), (64, 8, 3, 1), (64, 8, 5, 1))]
+        for cut, shape in [(cut, tuple(chosen.values())) for cut in cuts] + shapes:
+            config = dict(zip(chosen, shape, strict=True))
+            label = f" triton {cut.parts, cut.shortest} {shape}"
+            yield label, partial(attention_decode.decode_attention_triton, config=config, segments=cut)
 
 
 PROMPTS = [(32, 8, 128), (64, 8, 128), (32, 8, 64), (24, 4, 256)]
@@ -372,7 +371,7 @@ def main() -> None:
     cases = itertools.chain(norm_cases(), activation_cases(), rope_cases(), sample_cases(),
                             decode_cases(options.tune), prefill_cases(options.tune))  # fmt: skip
     rows = []
-    print(f"{'kernel':64} {'error/bound':>11} {'MB':>8} {'us':>9} {'of limit':>8}")
+    print(f"{'kernel':64} {'error/bound':>11} {'MB':>8} {'us':>9} {'limit us':>9} {'of limit':>8}")
     with launch_options(pdl=not options.no_pdl):
         for case in (c for c in cases if options.filter in c.name):
             try:
@@ -385,7 +384,8 @@ def main() -> None:
             rows.append({"name": case.name, "error": bad, "bytes": case.bytes, "us": us, "fraction": limit * 1e6 / us})
             mark = " WRONG" if bad > 1 else ""
             print(
-                f"{case.name:64} {bad:11.3f} {case.bytes / 1e6:8.2f} {us:9.2f} {limit * 1e8 / us:7.1f}%{mark}",
+                f"{case.name:64} {bad:11.3f} {case.bytes / 1e6:8.2f} {us:9.2f} {limit * 1e6:9.2f} "
+                f"{limit * 1e8 / us:7.1f}%{mark}",
                 flush=True,
             )
     if options.json:

@@ -1,12 +1,12 @@
 """Attention of one new token of every request over the paged cache, split over the keys (flash decoding).
 
-Keys are cut into segments whose length depends on the request and on the number of rows, so that a row's result does
-not depend on what the other rows hold. The work items (request, segment, key head) are dealt to as many programs as the
-GPU holds. The grid depends on bounds alone: a captured graph serves every length. Two forms:
+Keys are cut into segments whose length depends on the request alone, so that a row's result does not depend on what
+else is in the batch. The work items (request, segment, key head) are dealt to as many programs as the GPU holds. The
+grid depends on bounds alone: a captured graph serves every length. The only segment of a request is written as it is;
+of several, the last program of a request and key head to finish combines them in order. Two forms:
 
-- Gluon (sm_80 and later; 16-bit pages of the query's dtype, or 8 bit; pages of 64 keys; heads of 64 and 128): one
-  launch; the last program of a request and key head combines.
-- Triton, for the rest: segments of a fixed length; a second launch combines the segments of every head in order.
+- Triton, for every dtype, page and head; beyond MOST_COMBINED segments a second launch combines them.
+- Gluon (sm_80 and later; 16-bit pages of the query's dtype, or 8 bit; pages of 64 keys; heads of 64 and 128).
 """
 
 from __future__ import annotations
@@ -47,19 +47,42 @@ def decode_attention(
     return decode_attention_reference(q, cache, batch, scale, window, sinks)
 
 
-def segment_length(kv_heads: int) -> int:
-    """Keys of a segment. Few key heads need more segments to fill a GPU; longer segments write fewer partials."""
-    return 128 if kv_heads <= 2 else 256
+@dataclass(frozen=True)
+class Segments:
+    """How the keys of a request are cut; a function of the model, so that a row's bits do not depend on the batch.
+
+    A segment has `shortest` keys, doubled up to `longest` while more than `parts` would be needed: a short request
+    needs no combining, one long request fills the GPU, and many long ones leave few partial results.
+    """
+
+    parts: int
+    shortest: int
+    longest: int
+
+    def most(self, max_kv: int) -> int:
+        """Most segments of a request of at most `max_kv` tokens."""
+        return max(1, min(-(-max_kv // self.shortest), max(self.parts, -(-max_kv // self.longest))))
 
 
-def decode_config(head_dim: int, cache_bytes: int) -> dict[str, int]:
-    """Keys of a tile, warps, stages, and programs a multiprocessor (what shared memory holds of them on sm_90).
+def segments_for(kv_heads: int) -> Segments:
+    """Few key heads need more segments to fill a GPU."""
+    return Segments(8 if kv_heads >= 8 else 16 if kv_heads >= 4 else 32, 256, 1024)
 
-    Half of the stages go to the page ids, which the pages wait for: five keep two tiles of keys in flight.
+
+MOST_COMBINED = 32
+"""Segments up to which the last program of a request and key head combines them; more are combined a head a program."""
+
+
+def decode_config(head_dim: int, cache_bytes: int, capability: tuple[int, int]) -> dict[str, int]:
+    """Keys of a tile, warps, stages, and programs a multiprocessor (what sm_90 holds of them).
+
+    Half of the stages go to the page ids, which the pages wait for: five keep two tiles of keys in flight, seven three.
     """
     if cache_bytes == 4:
         return {"BLOCK_N": 16, "num_warps": 4, "num_stages": 1, "programs": 2}
-    return {"BLOCK_N": 32 if head_dim > 128 else 64, "num_warps": 4, "num_stages": 5, "programs": 3}
+    if head_dim > 128:
+        return {"BLOCK_N": 32, "num_warps": 4, "num_stages": 7 if capability in ((8, 0), (9, 0)) else 5, "programs": 2}
+    return {"BLOCK_N": 64, "num_warps": 4, "num_stages": 5, "programs": 3}
 
 
 def decode_attention_triton(
@@ -71,9 +94,9 @@ def decode_attention_triton(
     sinks: Tensor | None = None,
     contiguous: bool = False,
     config: dict[str, int] | None = None,
-    segment: int | None = None,
+    segments: Segments | None = None,
 ) -> Tensor:
-    """decode_attention in two launches: reads every key and value once; a segment leaves D + 1 floats a head."""
+    """decode_attention in one launch, in two for many segments; a segment of several leaves D + 1 floats a head."""
     from engine.kernels.attention_triton import combine_segments_kernel, decode_attention_kernel
 
     requests, heads, dim = q.shape
@@ -82,39 +105,38 @@ def decode_attention_triton(
         return out
     _, kv_heads, page_size, _ = cache.k.shape
     group = heads // kv_heads
-    config = dict(config or decode_config(dim, cache.k.element_size()))
-    segment = segment or segment_length(kv_heads)
-    segments = max(1, -(-batch.max_kv // segment))
-    programs = min(requests * segments * kv_heads, multiprocessors(q) * config.pop("programs"))
-    partial = torch.empty((requests, heads, segments, dim), dtype=torch.float32, device=q.device)
-    lse = torch.empty((requests, heads, segments), dtype=torch.float32, device=q.device)
+    config = dict(config or decode_config(dim, cache.k.element_size(), capability(q)))
+    cut = segments or segments_for(kv_heads)
+    most = cut.most(batch.max_kv)
+    programs = min(requests * most * kv_heads, multiprocessors(q) * config.pop("programs"))
+    partial = torch.empty((requests, heads, most, dim), dtype=torch.float32, device=q.device)
+    lse = torch.empty((requests, heads, most), dtype=torch.float32, device=q.device)
     dim_block = max(16, power_of_2(dim))
+    lengths = {"PARTS": cut.parts, "SHORTEST": cut.shortest, "LONGEST": cut.longest, "BLOCK_N": config.pop("BLOCK_N")}
     launch(
         decode_attention_kernel, (programs,),
-        q, partial, lse, cache.k, cache.v, cache.k_scale, cache.v_scale, batch.kv_len, batch.page_table,
-        batch.page_table.stride(0), requests, segments, scale * LOG2_E,
-        KV_HEADS=kv_heads, GROUP=group, DIM=dim, DIM_BLOCK=dim_block, PAGE=page_size, SEGMENT=segment,
+        q, out, partial, lse, arrival_counters(q), cache.k, cache.v, cache.k_scale, cache.v_scale, sinks,
+        batch.kv_len, batch.page_table, batch.page_table.stride(0), requests, most, scale * LOG2_E,
+        KV_HEADS=kv_heads, GROUP=group, ROWS=power_of_2(group), DIM=dim, DIM_BLOCK=dim_block, PAGE=page_size,
         BLOCK_M=max(16, power_of_2(group)), REQUESTS=max(64, power_of_2(requests)), WINDOW=window or 0,
-        EIGHT_BIT=cache.k_scale is not None, FAST_INT8=fast_int8(q, cache),
+        SINKS=sinks is not None, EIGHT_BIT=cache.k_scale is not None, FAST_INT8=fast_int8(q, cache),
         COMPUTE=triton_dtype(compute_dtype(q, cache)), CONTIGUOUS=contiguous,
-        ONE_PAGE=page_size % config["BLOCK_N"] == 0, **config,
+        ONE_PAGE=page_size % lengths["BLOCK_N"] == 0, COMBINE=most <= MOST_COMBINED, **lengths, **config,
     )  # fmt: skip
-    launch(
-        combine_segments_kernel, (requests, heads), partial, lse, out, sinks, batch.kv_len, segments,
-        DIM=dim, DIM_BLOCK=dim_block, SEGMENT=segment, WINDOW=window or 0, SINKS=sinks is not None, BLOCK_S=16,
-        num_warps=4 if dim_block * 16 >= 2048 else 2,
-    )  # fmt: skip
+    if most > MOST_COMBINED:
+        launch(
+            combine_segments_kernel, (requests, heads), partial, lse, out, sinks, batch.kv_len, most,
+            DIM=dim, DIM_BLOCK=dim_block, WINDOW=window or 0, SINKS=sinks is not None, BLOCK_S=16,
+            num_warps=4 if dim_block * 16 >= 2048 else 2, **lengths,
+        )  # fmt: skip
     return out
 
 
 @dataclass(frozen=True)
 class GluonConfig:
-    """`parts`: segments of a request while they are between `shortest` and `longest` keys long; `stages`: tiles of 64
-    keys in the ring, one less in flight; `programs`: programs a multiprocessor."""
+    """`stages`: tiles of 64 keys in the ring, one less in flight; `programs`: programs a multiprocessor."""
 
-    parts: int
-    shortest: int
-    longest: int
+    segments: Segments
     stages: int
     programs: int
 
@@ -134,26 +156,14 @@ def gluon_serves(q: Tensor, cache: LayerCache) -> bool:
     )  # fmt: skip
 
 
-def gluon_config(
-    requests: int, kv_heads: int, head_dim: int, cache_bytes: int, target: tuple[int, int], processors: int
-) -> GluonConfig:
-    """As many segments a request as fill the GPU, none of a short one: an extra segment costs more than a few tiles.
+def gluon_config(kv_heads: int, head_dim: int, cache_bytes: int, major: int, minor: int) -> GluonConfig:
+    """A ring that leaves room for two programs on sm_90.
 
-    Depends on `requests` by its next power of two, so that a captured bucket and an eager step do the same. Where every
-    request and key head has a processor to itself, one program takes all of its shared memory for the ring. Joining the
-    warps takes 256 bytes a head dimension beside the ring.
+    Joining the warps takes 128 bytes a head dimension beside the ring, the scales of 8-bit values 512 bytes a tile.
     """
-    pairs = power_of_2(requests) * kv_heads
-    alone = target == (9, 0) and pairs <= processors
-    ring = (160 if alone else 80) * 1024 if target == (9, 0) else 48 * 1024
-    most = 16 if kv_heads >= 8 else 32 if kv_heads >= 4 else 64
-    return GluonConfig(
-        parts=max(1, min(most, 2 * processors // pairs)),
-        shortest=256,
-        longest=max(256, min(1024, 128 * kv_heads)),
-        stages=max(2, min(6, ring // (2 * 64 * head_dim * cache_bytes))),
-        programs=1 if alone else 2,
-    )
+    tile = 2 * 64 * head_dim * cache_bytes + (512 if cache_bytes == 1 else 0)
+    ring = 96 * 1024 if (major, minor) == (9, 0) else 48 * 1024
+    return GluonConfig(segments_for(kv_heads), max(2, min(6, ring // tile)), 2)
 
 
 @lru_cache(maxsize=8)
@@ -202,9 +212,9 @@ def decode_attention_gluon(
     if not requests:
         return out
     _, kv_heads, page_size, _ = cache.k.shape
-    config = config or gluon_config(requests, kv_heads, dim, cache.k.element_size(), capability(q), multiprocessors(q))
-    finest = -(-batch.max_kv // config.shortest)
-    segments = max(1, min(finest, max(config.parts, -(-batch.max_kv // config.longest))) + 1)
+    config = config or gluon_config(kv_heads, dim, cache.k.element_size(), *capability(q))
+    cut = config.segments
+    segments = cut.most(batch.max_kv)
     programs = min(requests * segments * kv_heads, multiprocessors(q) * config.programs)
     partial = torch.empty((requests, heads, segments, dim), dtype=torch.float32, device=q.device)
     lse = torch.empty((requests, heads, segments), dtype=torch.float32, device=q.device)
@@ -217,7 +227,7 @@ def decode_attention_gluon(
         batch.page_table.stride(0), requests, segments, scale * LOG2_E,
         KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim, PAGE=page_size, REQUESTS=max(32, power_of_2(requests)),
         E=values, FP8=cache.k.dtype == torch.float8_e4m3fn, T=computed, Q=triton_dtype(q.dtype), WINDOW=window or 0,
-        SINKS=sinks is not None, PARTS=config.parts, SHORTEST=config.shortest, LONGEST=config.longest,
+        SINKS=sinks is not None, PARTS=cut.parts, SHORTEST=cut.shortest, LONGEST=cut.longest,
         CONTIGUOUS=contiguous, STAGES=config.stages, num_warps=4, **_word_layouts(dim // values),
     )  # fmt: skip
     return out

@@ -103,11 +103,14 @@ def _unpack(words, E: gl.constexpr, FP8: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def _segment_keys(seen, PARTS: gl.constexpr, SHORTEST: gl.constexpr, LONGEST: gl.constexpr):
-    """Keys of a segment for a request that reads `seen` keys: SHORTEST, doubled while PARTS segments do not reach.
+def _first_tile(length, WINDOW: gl.constexpr):
+    """The first key of the first tile that a request of `length` tokens reads: segments are counted from it."""
+    return gl.maximum(length - WINDOW, 0) // TILE * TILE if WINDOW else length * 0
 
-    Not beyond LONGEST; both are TILE times a power of two.
-    """
+
+@gluon.jit
+def _segment_keys(seen, PARTS: gl.constexpr, SHORTEST: gl.constexpr, LONGEST: gl.constexpr):
+    """Keys of a segment for a request that reads `seen`: SHORTEST, doubled up to LONGEST while PARTS do not suffice."""
     keys = seen * 0 + SHORTEST
     for _ in gl.static_range(6):
         keys = gl.where((keys * PARTS < seen) & (keys < LONGEST), keys * 2, keys)
@@ -117,23 +120,24 @@ def _segment_keys(seen, PARTS: gl.constexpr, SHORTEST: gl.constexpr, LONGEST: gl
 @gluon.jit
 def _locate(item, lane, lengths, counts, ends, KV_HEADS: gl.constexpr, WINDOW: gl.constexpr, PARTS: gl.constexpr,
             SHORTEST: gl.constexpr, LONGEST: gl.constexpr):  # fmt: skip
-    """(request, head, segment counted from the first that is read, segments, first key, end, kv_len) of a work item."""
+    """(request, head, segment, segments, first key, end, kv_len) of a work item."""
     unit = item // KV_HEADS
     before = ends <= unit
     request = gl.sum(before.to(gl.int32), 0)
     segment = unit - gl.sum(gl.where(before, counts, 0), 0)
     kv_len = gl.sum(gl.where(lane == request, lengths, 0), 0)
-    lowest = gl.maximum(kv_len - WINDOW, 0) if WINDOW else kv_len * 0
-    keys = _segment_keys(kv_len - lowest, PARTS, SHORTEST, LONGEST)
-    first = lowest // keys
-    count = (kv_len + keys - 1) // keys - first
-    low = gl.maximum((first + segment) * keys, lowest)
-    return request, item % KV_HEADS, segment, count, low, gl.minimum((first + segment + 1) * keys, kv_len), kv_len
+    first = _first_tile(kv_len, WINDOW)
+    keys = _segment_keys(kv_len - first, PARTS, SHORTEST, LONGEST)
+    count = (kv_len - first + keys - 1) // keys
+    low = first + segment * keys
+    high = gl.minimum(low + keys, kv_len)
+    low = gl.maximum(low, kv_len - WINDOW) if WINDOW else low
+    return request, item % KV_HEADS, segment, count, low, high, kv_len
 
 
 @gluon.jit
-def _fetch(k_ring, v_ring, slot, k_ptr, v_ptr, page, start, low, high, head,
-           KV_HEADS: gl.constexpr, PAGE: gl.constexpr, C: gl.constexpr,
+def _fetch(k_ring, v_ring, k_scales, v_scales, slot, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, page, start, low, high,
+           head, KV_HEADS: gl.constexpr, PAGE: gl.constexpr, E: gl.constexpr, C: gl.constexpr,
            k_layout: gl.constexpr, v_layout: gl.constexpr):  # fmt: skip
     """Starts the copies of one tile; keys outside [low, high) arrive as zeros."""
     first_row = (page.to(gl.int64) * KV_HEADS + head) * PAGE + start % PAGE
@@ -149,6 +153,14 @@ def _fetch(k_ring, v_ring, slot, k_ptr, v_ptr, page, start, low, high, head,
     copy_async(
         v_ring.index(slot), v_ptr + first_row * C + (v_row[:, None] * C + v_column[None, :]), mask=inside[:, None]
     )
+    if E == 4:
+        scale_layout: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [4, 1], [1, 0])
+        warp = gl.arange(0, 4, gl.SliceLayout(1, scale_layout))
+        key = gl.arange(0, 16, gl.SliceLayout(0, scale_layout))
+        place = warp[:, None] * 16 + key[None, :]
+        inside = (start + place >= low) & (start + place < high)
+        copy_async(k_scales.index(slot), k_scale_ptr + first_row + place, mask=inside)
+        copy_async(v_scales.index(slot), v_scale_ptr + first_row + place, mask=inside)
 
 
 @gluon.jit
@@ -220,8 +232,8 @@ def decode_attention_kernel(
     table_ptr, table_stride, requests, segments, scale,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, REQUESTS: gl.constexpr,
     E: gl.constexpr, FP8: gl.constexpr, T: gl.constexpr, Q: gl.constexpr, WINDOW: gl.constexpr, SINKS: gl.constexpr,
-    PARTS: gl.constexpr, SHORTEST: gl.constexpr, LONGEST: gl.constexpr, CONTIGUOUS: gl.constexpr, STAGES: gl.constexpr,
-    k_layout: gl.constexpr, v_layout: gl.constexpr, v_pairs: gl.constexpr, PDL: gl.constexpr,
+    PARTS: gl.constexpr, SHORTEST: gl.constexpr, LONGEST: gl.constexpr, CONTIGUOUS: gl.constexpr,
+    STAGES: gl.constexpr, k_layout: gl.constexpr, v_layout: gl.constexpr, v_pairs: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Work items (request, segment, key head), head fastest, for program_id, + programs, ...
 
@@ -240,16 +252,20 @@ def decode_attention_kernel(
     row_layout: gl.constexpr = gl.SliceLayout(2, mma)
     # every warp holds all requests, so that looking up a work item needs no exchange between warps
     lane_layout: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([REQUESTS // 32, 1], [32, 1], [1, 4], [0, 1]))
+    spread: gl.constexpr = gl.BlockedLayout([REQUESTS // 32], [32], [4], [0])
     shared: gl.constexpr = gl.SwizzledSharedLayout(VEC, 1, 8 if C >= 32 else 4, [1, 0])
 
     k_ring = gl.allocate_shared_memory(gl.int32, [STAGES, TILE, C], shared)
     v_ring = gl.allocate_shared_memory(gl.int32, [STAGES, TILE, C], shared)
+    scales_shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    # copied by other threads than read them, hence the barrier below; not used where values need no scale
+    k_scales = gl.allocate_shared_memory(gl.float32, [STAGES, 4, 16], scales_shared)
+    v_scales = gl.allocate_shared_memory(gl.float32, [STAGES, 4, 16], scales_shared)
     lane = gl.arange(0, REQUESTS, lane_layout)
     lengths = gl.load(kv_len_ptr + lane, mask=lane < requests, other=0)
-    lowest = gl.maximum(lengths - WINDOW, 0) if WINDOW else lengths * 0
-    keys = _segment_keys(lengths - lowest, PARTS, SHORTEST, LONGEST)
-    counts = (lengths + keys - 1) // keys - lowest // keys
-    spread: gl.constexpr = gl.BlockedLayout([REQUESTS // 32], [32], [4], [0])
+    seen = lengths - _first_tile(lengths, WINDOW)
+    keys = _segment_keys(seen, PARTS, SHORTEST, LONGEST)
+    counts = (seen + keys - 1) // keys
     ends = gl.convert_layout(gl.associative_scan(gl.convert_layout(counts, spread), 0, _add), lane_layout)
     items = gl.sum(counts, 0) * KV_HEADS
     programs = gl.num_programs(0)
@@ -261,11 +277,12 @@ def decode_attention_kernel(
     )
     c_start = c_low // TILE * TILE
     issued = 0
-    for stage in gl.static_range(STAGES - 1):
+    for stage in range(STAGES - 1):
         if (issued == stage) & (c_item < items) & (c_start + TILE < c_len):
             page = _page(table_ptr, c_request, table_stride, c_start, PAGE, CONTIGUOUS)
-            _fetch(k_ring, v_ring, stage, k_ptr, v_ptr, page, c_start, c_low, c_high, c_head, KV_HEADS, PAGE, C,
-                   k_layout, v_layout)  # fmt: skip
+            _fetch(k_ring, v_ring, k_scales, v_scales, stage, k_ptr, v_ptr, k_scale_ptr,
+                   v_scale_ptr, page, c_start, c_low, c_high, c_head, KV_HEADS, PAGE, E, C, k_layout,
+                   v_layout)  # fmt: skip
             async_copy.commit_group()
             issued += 1
             c_start += TILE
@@ -278,12 +295,13 @@ def decode_attention_kernel(
     if PDL:
         pdl_wait()
         pdl_launch()
-    for stage in gl.static_range(STAGES - 1):
+    for stage in range(STAGES - 1):
         if issued <= stage:
             if c_item < items:
                 page = _page(table_ptr, c_request, table_stride, c_start, PAGE, CONTIGUOUS)
-                _fetch(k_ring, v_ring, stage, k_ptr, v_ptr, page, c_start, c_low, c_high, c_head, KV_HEADS, PAGE, C,
-                       k_layout, v_layout)  # fmt: skip
+                _fetch(k_ring, v_ring, k_scales, v_scales, stage, k_ptr, v_ptr, k_scale_ptr,
+                       v_scale_ptr, page, c_start, c_low, c_high, c_head, KV_HEADS, PAGE, E, C, k_layout,
+                       v_layout)  # fmt: skip
                 c_start += TILE
                 if c_start >= c_high:
                     c_item += programs
@@ -310,18 +328,18 @@ def decode_attention_kernel(
         place = warp[:, None] * 16 + key[None, :]
         for start in range(low // TILE * TILE, high, TILE):
             inside = (start + place >= low) & (start + place < high)
-            if E == 4:
-                page = _page(table_ptr, request, table_stride, start, PAGE, CONTIGUOUS)
-                rows = (page.to(gl.int64) * KV_HEADS + head) * PAGE + start % PAGE
-                k_scale = gl.load(k_scale_ptr + rows + place, mask=inside, other=0.0)
-                v_scale = gl.load(v_scale_ptr + rows + place, mask=inside, other=0.0)
             async_copy.wait_group(STAGES - 2)
             slot = tile % STAGES
+            if E == 4:
+                barrier()
+                k_scale = k_scales.index(slot).load(gl.SliceLayout(1, mma))
+                v_scale = v_scales.index(slot).load(gl.SliceLayout(1, mma))
             k_words = k_ring.index(slot).load(k_layout)
             v_words = v_ring.index(slot).load(v_layout)
             if c_item < items:
-                _fetch(k_ring, v_ring, (tile + STAGES - 1) % STAGES, k_ptr, v_ptr, c_page, c_start, c_low, c_high,
-                       c_head, KV_HEADS, PAGE, C, k_layout, v_layout)  # fmt: skip
+                _fetch(k_ring, v_ring, k_scales, v_scales, (tile + STAGES - 1) % STAGES, k_ptr, v_ptr, k_scale_ptr,
+                       v_scale_ptr, c_page, c_start, c_low, c_high, c_head, KV_HEADS, PAGE, E, C, k_layout,
+                       v_layout)  # fmt: skip
                 c_start += TILE
                 if c_start >= c_high:
                     c_item += programs
@@ -390,7 +408,8 @@ def _finish(acc, top, total, out_ptr, partial_ptr, lse_ptr, arrived_ptr, sinks_p
     top_all = gl.max(top, axis=0)
     weight = gl.exp2(top - gl.expand_dims(top_all, 0))
     total = gl.sum(total * weight, axis=0)
-    acc = gl.sum(acc * gl.expand_dims(weight, 2), axis=0)
+    even, odd = gl.split((acc * gl.expand_dims(weight, 2)).reshape([4, 16, DIM // 2, 2]))
+    acc = gl.join(gl.sum(even, axis=0), gl.sum(odd, axis=0))
     lse = top_all + gl.log2(total)
     divisor = total * RAISE if E == 4 else total
     lanes: gl.constexpr = 32 if DIM >= 128 else 16

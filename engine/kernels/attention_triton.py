@@ -119,34 +119,80 @@ def _attend_tile(
 
 
 @triton.jit
-def _segment_counts(kv_len, SEGMENT: tl.constexpr, WINDOW: tl.constexpr):
-    """(first segment that a request reads, segments that it reads) for kv_len tokens; (0, 0) for none."""
-    first = tl.maximum(kv_len - WINDOW, 0) // SEGMENT if WINDOW else kv_len * 0
-    return first, (kv_len + SEGMENT - 1) // SEGMENT - first
+def _segment_counts(kv_len, PARTS: tl.constexpr, SHORTEST: tl.constexpr, LONGEST: tl.constexpr, TILE: tl.constexpr,
+                    WINDOW: tl.constexpr):  # fmt: skip
+    """(first key of the first tile that is read, keys of a segment, segments) for kv_len tokens; no segment for none.
+
+    A segment has SHORTEST keys, doubled up to LONGEST while more than PARTS would be needed.
+    """
+    first = tl.maximum(kv_len - WINDOW, 0) // TILE * TILE if WINDOW else kv_len * 0
+    seen = kv_len - first
+    keys = seen * 0 + SHORTEST
+    for _ in tl.static_range(6):
+        keys = tl.where((keys * PARTS < seen) & (keys < LONGEST), keys * 2, keys)
+    return first, keys, (seen + keys - 1) // keys
+
+
+@triton.jit
+def _combine_group(partial_ptr, lse_ptr, out_ptr, sinks_ptr, first_row, first_head, segments, count,
+                   GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr,
+                   SINKS: tl.constexpr, BLOCK_S: tl.constexpr):  # fmt: skip
+    """out of the GROUP heads from first_row on: their segments weighed by 2^lse, in order; a sink joins once."""
+    row = tl.arange(0, ROWS)
+    column = tl.arange(0, DIM_BLOCK)
+    inside = row < GROUP
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    if SINKS:
+        top = tl.load(sinks_ptr + first_head + row, mask=inside, other=0.0).to(tl.float32) * 1.4426950408889634
+        total += 1.0
+    acc = tl.zeros([ROWS, DIM_BLOCK], tl.float32)
+    rows = (first_row + row).to(tl.int64)
+    for start in range(0, count, BLOCK_S):
+        segment = start + tl.arange(0, BLOCK_S)
+        place = rows[None, :] * segments + segment[:, None]
+        mask = (segment < count)[:, None] & inside[None, :]
+        lse = tl.load(lse_ptr + place, mask=mask, other=float("-inf"), cache_modifier=".cg")
+        values = tl.load(
+            partial_ptr + place[:, :, None] * DIM + column[None, None, :],
+            mask=mask[:, :, None] & (column < DIM)[None, None, :], other=0.0, cache_modifier=".cg",
+        )  # fmt: skip
+        new_top = tl.maximum(top, tl.max(lse, axis=0))
+        new_top = tl.where(inside, new_top, 0.0)
+        weight = tl.exp2(lse - new_top[None, :])
+        shrink = tl.exp2(top - new_top)
+        acc = acc * shrink[:, None] + tl.sum(values * weight[:, :, None], axis=0)
+        total = total * shrink + tl.sum(weight, axis=0)
+        top = new_top
+    out = acc / tl.where(total > 0, total, 1.0)[:, None]
+    mask = inside[:, None] & (column < DIM)[None, :]
+    tl.store(out_ptr + rows[:, None] * DIM + column[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["table_stride", "requests", "segments"])
 def decode_attention_kernel(
-    q_ptr, partial_ptr, lse_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, kv_len_ptr, table_ptr, table_stride,
-    requests, segments, scale,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, PAGE: tl.constexpr,
-    SEGMENT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, REQUESTS: tl.constexpr,
-    WINDOW: tl.constexpr, EIGHT_BIT: tl.constexpr, FAST_INT8: tl.constexpr, COMPUTE: tl.constexpr,
-    ONE_PAGE: tl.constexpr, CONTIGUOUS: tl.constexpr, PDL: tl.constexpr,
+    q_ptr, out_ptr, partial_ptr, lse_ptr, arrived_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, sinks_ptr, kv_len_ptr,
+    table_ptr, table_stride, requests, segments, scale,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr,
+    PAGE: tl.constexpr, PARTS: tl.constexpr, SHORTEST: tl.constexpr, LONGEST: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, REQUESTS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+    EIGHT_BIT: tl.constexpr, FAST_INT8: tl.constexpr, COMPUTE: tl.constexpr, ONE_PAGE: tl.constexpr,
+    CONTIGUOUS: tl.constexpr, COMBINE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Attention of one group of query heads over one segment, for every work item program_id, + programs, ...
 
-    partial float32 [requests, heads, segments, DIM] gets the segment's normalised output, lse float32
-    [requests, heads, segments] the base-2 logarithm of its sum. Items run key head fastest, then segment, then
-    request; no item is empty.
+    Items run key head fastest, then segment, then request; no item is empty. The only segment of a request is written
+    to `out`; of several, partial float32 [requests, heads, segments, DIM] gets the normalised output, lse float32
+    [requests, heads, segments] the base-2 logarithm of the sum. COMBINE: the last program of a request and key head
+    to arrive combines them; arrived int32 [requests * KV_HEADS] is zero before and after. Requests of no token get 0.
     """
+    lane = tl.arange(0, REQUESTS)
+    lengths = tl.load(kv_len_ptr + lane, mask=lane < requests, other=0)
+    _firsts, _keys, counts = _segment_counts(lengths, PARTS, SHORTEST, LONGEST, BLOCK_N, WINDOW)
+    ends = tl.cumsum(counts, axis=0)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    lane = tl.arange(0, REQUESTS)
-    lengths = tl.load(kv_len_ptr + lane, mask=lane < requests, other=0)
-    firsts, counts = _segment_counts(lengths, SEGMENT, WINDOW)
-    ends = tl.cumsum(counts, axis=0)
     row = tl.arange(0, BLOCK_M)
     column = tl.arange(0, DIM_BLOCK)
     query_mask = (row < GROUP)[:, None] & (column < DIM)[None, :]
@@ -156,10 +202,11 @@ def decode_attention_kernel(
         before = ends <= unit
         request = tl.sum(before.to(tl.int32), axis=0)
         kv_len = tl.load(kv_len_ptr + request)
-        first = tl.sum(tl.where(lane == request, firsts, 0), axis=0)
-        segment = first + unit - tl.sum(tl.where(before, counts, 0), axis=0)
-        low = tl.maximum(kv_len - WINDOW, segment * SEGMENT) if WINDOW else segment * SEGMENT
-        high = tl.minimum(kv_len, (segment + 1) * SEGMENT)
+        segment = unit - tl.sum(tl.where(before, counts, 0), axis=0)
+        first, keys, count = _segment_counts(kv_len, PARTS, SHORTEST, LONGEST, BLOCK_N, WINDOW)
+        begin = first + segment * keys
+        low = tl.maximum(kv_len - WINDOW, begin) if WINDOW else begin
+        high = tl.minimum(kv_len, begin + keys)
         heads_row = request * (KV_HEADS * GROUP) + head * GROUP + row
         q = tl.load(q_ptr + heads_row[:, None] * DIM + column[None, :], mask=query_mask, other=0.0).to(COMPUTE)
         acc = tl.zeros([BLOCK_M, DIM_BLOCK], tl.float32)
@@ -167,54 +214,62 @@ def decode_attention_kernel(
         total = tl.zeros([BLOCK_M], tl.float32)
         row_table = table_ptr + request.to(tl.int64) * table_stride
         first_page = tl.load(row_table)
-        for start in range(low // BLOCK_N * BLOCK_N, high, BLOCK_N):
+        for start in range(begin, high, BLOCK_N):
             acc, top, total = _attend_tile(
                 q, acc, top, total, start, low, high, low, high, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, row_table,
                 first_page, head, scale, KV_HEADS, DIM, DIM_BLOCK, PAGE, BLOCK_N, EIGHT_BIT, FAST_INT8, COMPUTE,
                 ONE_PAGE, CONTIGUOUS, True, False,
             )  # fmt: skip
-        place = heads_row.to(tl.int64) * segments + segment
         divisor = total * RAISE if EIGHT_BIT else total
-        tl.store(partial_ptr + place[:, None] * DIM + column[None, :], acc / divisor[:, None], mask=query_mask)
-        tl.store(lse_ptr + place, top + tl.log2(total), mask=row < GROUP)
+        values = acc / divisor[:, None]
+        lse = top + tl.log2(total)
+        if count == 1:
+            if SINKS:
+                sink = tl.load(sinks_ptr + head * GROUP + row, mask=row < GROUP, other=0.0).to(tl.float32)
+                values = values / (1.0 + tl.exp2(sink * 1.4426950408889634 - lse))[:, None]
+            at = heads_row.to(tl.int64)[:, None] * DIM + column[None, :]
+            tl.store(out_ptr + at, values.to(out_ptr.dtype.element_ty), mask=query_mask)
+        else:
+            place = heads_row.to(tl.int64) * segments + segment
+            tl.store(partial_ptr + place[:, None] * DIM + column[None, :], values, mask=query_mask)
+            tl.store(lse_ptr + place, lse, mask=row < GROUP)
+            if COMBINE:
+                tl.debug_barrier()
+                counter = arrived_ptr + request * KV_HEADS + head
+                if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == count - 1:
+                    tl.debug_barrier()
+                    _combine_group(
+                        partial_ptr, lse_ptr, out_ptr, sinks_ptr, request * (KV_HEADS * GROUP) + head * GROUP,
+                        head * GROUP, segments, count, GROUP, ROWS, DIM, DIM_BLOCK, SINKS, 4,
+                    )  # fmt: skip
+                    tl.atomic_xchg(counter, 0, sem="relaxed", scope="gpu")
+    for request in range(tl.program_id(0), requests, tl.num_programs(0)):
+        if tl.load(kv_len_ptr + request) == 0:
+            zeros = tl.zeros([BLOCK_M, DIM_BLOCK], out_ptr.dtype.element_ty)
+            for head in range(KV_HEADS):
+                padded = row.to(tl.int64) + request * (KV_HEADS * GROUP) + head * GROUP
+                tl.store(out_ptr + padded[:, None] * DIM + column[None, :], zeros, mask=query_mask)
 
 
 @triton.jit(do_not_specialize=["segments"])
 def combine_segments_kernel(
     partial_ptr, lse_ptr, out_ptr, sinks_ptr, kv_len_ptr, segments,
-    DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, SEGMENT: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
-    BLOCK_S: tl.constexpr, PDL: tl.constexpr,
+    DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, PARTS: tl.constexpr, SHORTEST: tl.constexpr, LONGEST: tl.constexpr,
+    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out[request, head] = the segments' outputs weighed by 2^lse; a sink joins the weights once. Grid (R, heads)."""
+    """Combines the segments of one head of a request that has several. Grid (R, heads)."""
     request = tl.program_id(0)
     head = tl.program_id(1)
-    row = request.to(tl.int64) * tl.num_programs(1) + head
-    column = tl.arange(0, DIM_BLOCK)
-    top = float("-inf")
-    total = 0.0
-    if SINKS:
-        top = tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
-        total = 1.0
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    first, count = _segment_counts(tl.load(kv_len_ptr + request), SEGMENT, WINDOW)
-    acc = tl.zeros([DIM_BLOCK], tl.float32)
-    for start in range(first, first + count, BLOCK_S):
-        segment = start + tl.arange(0, BLOCK_S)
-        inside = segment < first + count
-        lse = tl.load(lse_ptr + row * segments + segment, mask=inside, other=float("-inf"))
-        mask = inside[:, None] & (column < DIM)[None, :]
-        place = (row * segments + segment)[:, None] * DIM + column[None, :]
-        values = tl.load(partial_ptr + place, mask=mask, other=0.0)
-        new_top = tl.maximum(top, tl.max(lse, axis=0))
-        weight = tl.exp2(lse - new_top)
-        shrink = tl.exp2(top - new_top)
-        acc = acc * shrink + tl.sum(values * weight[:, None], axis=0)
-        total = total * shrink + tl.sum(weight, axis=0)
-        top = new_top
-    out = acc / tl.where(total > 0, total, 1.0)
-    tl.store(out_ptr + row * DIM + column, out.to(out_ptr.dtype.element_ty), mask=column < DIM)
+    kv_len = tl.load(kv_len_ptr + request)
+    _first, _keys, count = _segment_counts(kv_len, PARTS, SHORTEST, LONGEST, BLOCK_N, WINDOW)
+    if count > 1:
+        _combine_group(
+            partial_ptr, lse_ptr, out_ptr, sinks_ptr, request * tl.num_programs(1) + head, head, segments, count,
+            1, 1, DIM, DIM_BLOCK, SINKS, BLOCK_S,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["table_stride", "requests", "rows"])

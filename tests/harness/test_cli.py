@@ -32,7 +32,7 @@ def arkbench(*arguments, cwd):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["run", "nosuch"], "unknown scenario 'nosuch': there are decode-batching,"),
+        (["run", "nosuch"], "unknown scenario 'nosuch': there are api-cost, decode-batching,"),
         (["run", "--model", "Qwen9"], "unknown model 'Qwen9': did you mean"),
         (["run", "--set", "speed=warp"], "unknown switch 'speed': the switches are kernels,"),
         (["run", "--set", "loop=warp"], "switch 'loop' cannot be 'warp': it takes driven or inverted"),

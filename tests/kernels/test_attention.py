@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import filled_cache, make_batch, token_slots
 
-from engine.kernels.attention_decode import decode_attention, decode_attention_triton
+from engine.kernels._launch import arrival_counters
+from engine.kernels.attention_decode import MOST_COMBINED, Segments, decode_attention, decode_attention_triton
 from engine.kernels.attention_prefill import prefill_attention, prefill_attention_triton
 
 
@@ -80,13 +81,32 @@ def test_decode_with_window_and_sinks(function, window):
 
 
 @settings(max_examples=12, deadline=None)
-@given(lengths=st.lists(st.integers(0, 70), min_size=1, max_size=4), segment=st.sampled_from([16, 32]),
-       sinks=st.booleans(), window=st.sampled_from([None, 9]))  # fmt: skip
-def test_decode_of_any_length_and_segment(lengths, segment, sinks, window):
+@given(lengths=st.lists(st.integers(0, 70), min_size=1, max_size=4), parts=st.sampled_from([1, 2, 8]),
+       shortest=st.sampled_from([16, 32]), sinks=st.booleans(), window=st.sampled_from([None, 9]))  # fmt: skip
+def test_decode_of_any_length_and_segment(lengths, parts, shortest, sinks, window):
+    segments = Segments(parts, shortest, 64)
     q, cache, batch, scale = setup([1] * len(lengths), lengths, 2, 1, 16, 16, torch.float32)
     sink = torch.tensor([0.5, -0.5]) if sinks else None
-    out = decode_attention_triton(q, cache, batch, scale, window, sink, segment=segment)
+    out = decode_attention_triton(q, cache, batch, scale, window, sink, segments=segments)
     close(out, dense(q, cache, batch, scale, window, sink), torch.float32)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_segments_are_combined_by_the_last_program_or_by_a_second_launch(sinks):
+    q, cache, batch, scale = setup([1] * 3, [600, 5, 33], 6, 2, 16, 16, torch.float32)
+    sink = torch.linspace(-2, 2, 6) if sinks else None
+    expected = dense(q, cache, batch, scale, None, sink)
+    for segments in (Segments(8, 16, 128), Segments(64, 16, 16)):
+        out = decode_attention_triton(q, cache, batch, scale, None, sink, segments=segments)
+        close(out, expected, torch.float32)
+        assert torch.equal(out, decode_attention_triton(q, cache, batch, scale, None, sink, segments=segments))
+    assert Segments(8, 16, 128).most(600) == 8 and Segments(64, 16, 16).most(600) == 38 > MOST_COMBINED
+    assert not arrival_counters(q).any()
+
+
+@pytest.mark.parametrize("max_kv,most", [(1, 1), (256, 1), (257, 2), (2048, 8), (9000, 9), (64000, 63)])
+def test_segments_of_a_request_are_bounded(max_kv, most):
+    assert Segments(8, 256, 1024).most(max_kv) == most
 
 
 def test_decode_of_a_row_is_bit_equal_alone_and_in_a_batch():
