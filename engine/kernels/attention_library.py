@@ -32,7 +32,7 @@ class Rule:
     continued: bool
 
 
-RULES = {64: Rule(1024, "cudnn", True), 128: Rule(1024, "cudnn", True), 256: Rule(1024, "cudnn", True)}
+RULES = {64: Rule(2048, "cudnn", True), 128: Rule(2048, "cudnn", True), 256: Rule(2048, "cudnn", True)}
 """By the largest head dimension that a rule is for."""
 
 
@@ -72,13 +72,19 @@ def _in_order(first: str) -> tuple[str, ...]:
 
 @lru_cache(maxsize=64)
 def supported(backend: str, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether PyTorch's kernel takes causal attention of these heads on the device."""
+    """Whether PyTorch's kernel takes causal attention of these heads on the device: tried once."""
     q, k, v = (torch.empty(1, n, 128, dim, dtype=dtype, device=device) for n in (heads, kv_heads, kv_heads))
     params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, True)
     check = torch.backends.cuda.can_use_cudnn_attention if backend == "cudnn" else (
         torch.backends.cuda.can_use_flash_attention
     )  # fmt: skip
-    return bool(check(params))
+    if not check(params):
+        return False
+    try:
+        causal_attention(q, k, v, dim**-0.5, backend)
+    except RuntimeError:
+        return False
+    return True
 
 
 def prefill_attention_library(q: Tensor, cache: LayerCache, batch: Batch, scale: float, backend: str) -> Tensor:

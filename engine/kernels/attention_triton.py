@@ -92,7 +92,7 @@ def _attend_tile(
     else:
         k = tl.load(k_ptr + offsets, mask=(column < DIM)[None, :], other=0.0)
         v = tl.load(v_ptr + offsets, mask=(column < DIM)[None, :], other=0.0)
-    scores = tl.dot(q, tl.trans(_convert(k, COMPUTE, FAST_INT8)), input_precision="ieee") * scale
+    scores = tl.dot(q, tl.trans(_convert(k, COMPUTE, FAST_INT8)), input_precision="ieee")
     if EIGHT_BIT:
         if MASKED:
             scores *= tl.load(k_scale_ptr + rows, mask=inside, other=0.0)[None, :]
@@ -104,9 +104,10 @@ def _attend_tile(
         else:
             seen = inside[None, :]
         scores = tl.where(seen, scores, float("-inf"))
-    new_top = tl.maximum(top, tl.max(scores, axis=1))
+    # The scale, which is positive, is applied in the multiply-add that subtracts the maximum.
+    new_top = tl.maximum(top, tl.max(scores, axis=1) * scale)
     base = tl.where(new_top == float("-inf"), 0.0, new_top) if MASKED else new_top
-    p = tl.exp2(scores - base[:, None])
+    p = tl.exp2(scores * scale - base[:, None])
     shrink = tl.exp2(top - base)
     total = total * shrink + tl.sum(p, axis=1)
     if EIGHT_BIT:
