@@ -58,13 +58,15 @@ def run(
     at_once: Annotated[str | None, typer.Option(help="Prompts of a burst, e.g. 1,2.")] = None,
     prompt_tokens: Annotated[str | None, typer.Option(help="Prompt lengths, e.g. 256.")] = None,
     output_tokens: Annotated[str | None, typer.Option(help="Tokens that each request makes.")] = None,
-    users: Annotated[str | None, typer.Option(help="Users of a conversation, e.g. 4.")] = None,
-    turns: Annotated[str | None, typer.Option(help="Turns of a conversation, e.g. 2.")] = None,
-    shared_tokens: Annotated[
-        int | None, typer.Option(min=0, help="Tokens that all users of a conversation begin with.")
-    ] = None,
     duration: Annotated[
-        float | None, typer.Option(min=1, metavar="SECONDS", help="Length of sustained loads; the report names it.")
+        float | None, typer.Option(min=0.1, help="Seconds of a sustained window; the report says so.")
+    ] = None,
+    users: Annotated[str | None, typer.Option(help="Users of a conversation, e.g. 8.")] = None,
+    turns: Annotated[str | None, typer.Option(help="Turns of a conversation, e.g. 3.")] = None,
+    shared_tokens: Annotated[int | None, typer.Option(min=0, help="Tokens that all users' prompts begin with.")] = None,
+    turn_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens that a turn of a conversation adds.")] = None,
+    cache_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Room of the KV cache, where the scenario sets one.")
     ] = None,
     repetitions: Annotated[int | None, typer.Option(min=1, help="Repetitions of every cell.")] = None,
     output: Annotated[Path | None, typer.Option(metavar="DIR", help="The run folder itself.")] = None,
@@ -74,6 +76,12 @@ def run(
     ] = False,
     seed: Annotated[int, typer.Option(min=0, help="Seed of prompts and synthetic weights.")] = 0,
     power_command: Annotated[str | None, typer.Option(metavar="CMD", help="A command that prints watts.")] = None,
+    energy: Annotated[
+        bool, typer.Option("--energy/--no-energy", help="Measure energy (10 s at rest a run beside the cells).")
+    ] = True,
+    rendered: Annotated[
+        bool, typer.Option("--report/--no-report", help="Render the report; arkbench report does it later.")
+    ] = True,
 ) -> None:
     """Runs scenarios, writes one run folder, renders its report and prints the verdicts."""
     from arkbench import commands
@@ -87,10 +95,12 @@ def run(
         at_once=_numbers(at_once, "--at-once"),
         prompt_tokens=_numbers(prompt_tokens, "--prompt-tokens"),
         output_tokens=_numbers(output_tokens, "--output-tokens"),
+        duration_s=duration,
         users=_numbers(users, "--users"),
         turns=_numbers(turns, "--turns"),
         shared_tokens=shared_tokens,
-        duration_s=duration,
+        turn_tokens=turn_tokens,
+        cache_tokens=cache_tokens,
         repetitions=repetitions,
     )
     options = RunOptions(
@@ -104,12 +114,13 @@ def run(
         set_switches=tuple(set_ or ()),
         seed=seed,
         power_command=power_command,
+        energy=energy,
     )
     console = _console()
     if dry_run:
         commands.dry_run(options, console)
         return
-    raise typer.Exit(commands.run(options, output, resume, sys.argv[1:], console))
+    raise typer.Exit(commands.run(options, output, resume, sys.argv[1:], console, rendered))
 
 
 @app.command("list")

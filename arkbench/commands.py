@@ -14,7 +14,7 @@ from arkbench import estimate, folder, runner, verdicts
 from arkbench.errors import UserError
 from arkbench.folder import RunFolder
 from arkbench.metrics import Machine
-from arkbench.plan import Plan, RunOptions, ScenarioPlan, device_of, make_plan
+from arkbench.plan import Plan, RunOptions, ScenarioPlan, Variant, device_of, make_plan
 from arkbench.progress import LiveProgress, duration
 from arkbench.published import with_unit
 from arkbench.records import number, read_rows
@@ -45,12 +45,12 @@ def _device(options: RunOptions) -> str:
 def tools_for(options: RunOptions, device: str) -> Tools:
     """The targets, the meter and the rates of a run with these options."""
 
-    def make_target(plan: ScenarioPlan, model: str) -> Target:
+    def make_target(plan: ScenarioPlan, model: str, variant: Variant) -> Target:
         if options.endpoint is not None:
             from arkbench.targets.openai import OpenAITarget
 
             return OpenAITarget(options.endpoint, api_key=options.api_key, model=model)
-        if plan.scenario.target == "http":
+        if variant.target == "http":
             from arkbench.targets.served import ServedTarget
 
             timeout = plan.scenario.limits.first_token_timeout_s
@@ -58,8 +58,10 @@ def tools_for(options: RunOptions, device: str) -> Tools:
         return bundled.BundledTarget(model, options.weights, device, options.stages, options.seed)
 
     def make_meter() -> runner.Meter:
-        from arkbench.power import meter
+        from arkbench.power import Meter, meter
 
+        if not options.energy:
+            return Meter((), ("energy was not measured (--no-energy)",))
         indices = None if options.endpoint else list(range(options.stages)) if device.startswith("cuda") else []
         return meter(indices, options.power_command)
 
@@ -73,9 +75,14 @@ def tools_for(options: RunOptions, device: str) -> Tools:
 
 
 def run(
-    options: RunOptions, output: Path | None, resume: Path | None, arguments: Sequence[str], console: Console
+    options: RunOptions,
+    output: Path | None,
+    resume: Path | None,
+    arguments: Sequence[str],
+    console: Console,
+    rendered: bool = True,
 ) -> int:
-    """`arkbench run`: returns the exit code."""
+    """`arkbench run`: returns the exit code. `rendered`: whether the report is rendered now."""
     if resume is not None:
         if output is not None and output.resolve() != resume.resolve():
             raise UserError("--resume goes on in that run's own folder; leave --output out")
@@ -89,28 +96,39 @@ def run(
     for note in run_folder.info["notes"]:
         console.print(f"[yellow]note:[/] {escape(note)}", highlight=False)
     status = Runner(plan, run_folder, tools, LiveProgress(console)).run()
-    return _conclude(plan, run_folder, status, console)
+    return _conclude(plan, run_folder, status, console, rendered)
 
 
-def _conclude(plan: Plan, run_folder: RunFolder, status: str, console: Console) -> int:
-    switches = {v.name: v.switches for p in plan.scenarios for v in p.variants}
+def _conclude(plan: Plan, run_folder: RunFolder, status: str, console: Console, rendered: bool) -> int:
     rows = read_rows(run_folder.path / "cells.csv")
-    run_folder.info["answers"] = runner.compare_answers(rows, switches, bundled.EXACT_SWITCHES)
+    run_folder.info["answers"] = runner.compare_answers(rows, plan, bundled.EXACT_SWITCHES)
     run_folder.finish(status)
     verdict_rows = verdicts.write(run_folder.path)
-    render([run_folder.path], run_folder.path)
+    if rendered:
+        render([run_folder.path], run_folder.path)
+    if rows and all(row["status"] == "skipped" for row in rows):
+        raise UserError(rows[0]["reason"])
     print_summary(run_folder.path, console)
     print_answers(run_folder.info["answers"], console)
     print_verdicts(verdict_rows, console)
     if status == "partial":
         again = f"arkbench run --resume {run_folder.path}"
         console.print(f"[yellow]The run is {status}.[/] Go on with it: {escape(again)}", soft_wrap=True)
-    console.print(f"Report: {run_folder.path / 'report.html'} (and report.md)", highlight=False, soft_wrap=True)
-    if status == "partial" and runner.INTERRUPTED in run_folder.info["notes"]:
+    shown = f"Report: {run_folder.path / 'report.html'} (and report.md)"
+    shown = shown if rendered else f"Measured: {run_folder.path} (arkbench report {run_folder.path} renders it)"
+    console.print(shown, highlight=False, soft_wrap=True)
+    return _exit_code(status, run_folder.info["notes"], rows)
+
+
+def _exit_code(status: str, notes: Sequence[str], rows: Sequence[dict[str, str]]) -> int:
+    """The code of a run that is over; raises UserError where all that was asked for cannot be."""
+    if status == "partial" and runner.INTERRUPTED in notes:
         return EXIT_INTERRUPTED
+    if any(row["status"] == "failed" for row in rows):
+        return EXIT_FAILED
     if status == "failed":
-        skipped = [row["reason"] for row in rows if row["reason"]]
-        raise UserError(skipped[0] if skipped else "nothing could be measured")
+        reasons = [row["reason"] for row in rows if row["reason"]]
+        raise UserError(reasons[0] if reasons else "nothing could be measured")
     return EXIT_OK
 
 
@@ -133,7 +151,10 @@ def refresh(path: Path) -> None:
 
 
 def print_summary(path: Path, console: Console) -> None:
-    """The measured figures: medians over repetitions, their spread, the fraction of the limit."""
+    """The measured figures: medians over repetitions, their spread, the fraction of the limit.
+
+    What was not measured stands below the table, with the reason.
+    """
     doubts: dict[str, list[str]] = {}
     table = Table(title="Measured (medians over repetitions)", title_justify="left")
     for name in ("model", "variant", "cell"):
@@ -144,18 +165,20 @@ def print_summary(path: Path, console: Console) -> None:
         column = "decode_tok_s" if row["decode_tok_s"] else "prefill_tok_s"
         speed, spread = number(row[column]), number(row[f"{column}_spread"])
         ttft, limit = number(row["ttft_p50_s"]), number(row["limit_fraction"])
-        table.add_row(
-            row["model"],
-            row["variant"],
-            row["cell"],
-            "" if speed is None else f"{speed:,.1f}",
-            "" if spread is None else f"{spread:.1%}",
-            "" if ttft is None else f"{ttft * 1000:,.1f} ms",
-            "" if limit is None else f"{limit:.1%}",
-        )
+        if speed is not None or ttft is not None or not row["reason"]:
+            table.add_row(
+                row["model"],
+                row["variant"],
+                row["cell"],
+                "" if speed is None else f"{speed:,.1f}",
+                "" if spread is None else f"{spread:.1%}",
+                "" if ttft is None else f"{ttft * 1000:,.1f} ms",
+                "" if limit is None else f"{limit:.1%}",
+            )
         if row["reason"]:
             doubts.setdefault(row["reason"], []).append(f"{row['variant']} {row['cell']}")
-    console.print(table)
+    if table.row_count:
+        console.print(table)
     for reason, cells in doubts.items():
         more = f" and {_plural(len(cells) - 1, 'cell')} more" if len(cells) > 1 else ""
         console.print(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from arkbench.known_answer import KnownAnswerProcess
 from arkbench.targets.base import Answer, Load, PlannedRequest
@@ -26,6 +26,7 @@ class Shape:
     tokens: int
     prompt_tokens: int = 32
     client: ClientChoice = "auto"
+    mode: Literal["burst", "together"] = "together"
 
     @property
     def ideal_pieces_s(self) -> float | None:
@@ -94,8 +95,8 @@ def measure_shape(shape: Shape, server: StartServer = python_server) -> ClientRo
         target = OpenAITarget(running.url, client=shape.client)
         try:
             target.start({}, shape.streams, shape.prompt_tokens + shape.tokens, 0)
-            target.run(Load(_requests(shape, min(shape.streams, 16), 2)), lambda answer: None)
-            report = target.run(Load(_requests(shape, shape.streams, shape.tokens)), answers.append)
+            target.run(Load(_requests(shape, min(shape.streams, 16), 2), shape.mode), lambda answer: None)
+            report = target.run(Load(_requests(shape, shape.streams, shape.tokens), shape.mode), answers.append)
             late = lateness(running.url)
         finally:
             target.close()

@@ -136,6 +136,7 @@ class RunFolder:
         write_csv(path / "cells.csv", rows, CELL_COLUMNS)
         folder._keep_finished_requests()
         info["status"] = "partial"
+        info.setdefault("seconds", {})
         info["notes"] = [note for note in info.get("notes", []) if "interrupted" not in note]
         info.setdefault("resumed_utc", []).append(_now())
         folder.save()
@@ -242,7 +243,7 @@ def _new_info(plan: Plan, arguments: Sequence[str]) -> dict[str, Any]:
         "options": plan.options.stored(),
         "scenario": described[0],
         "scenarios": described,
-        "switches": {v.name: v.switches for p in plan.scenarios for v in p.variants},
+        "switches": plan.switches(),
         "models": list(dict.fromkeys(model for p in plan.scenarios for model in p.models)),
         "geometry": {},
         "seed": plan.options.seed,
@@ -253,6 +254,7 @@ def _new_info(plan: Plan, arguments: Sequence[str]) -> dict[str, Any]:
         "bandwidth_bytes_s": None,
         "matrix_flop_s": None,
         "start_seconds": {},
+        "seconds": {},
         "start_utc": _now(),
         "end_utc": None,
         "status": "partial",
@@ -270,6 +272,7 @@ def _describe(plan: ScenarioPlan) -> dict[str, Any]:
         "target": scenario.target,
         "repetitions": scenario.repetitions,
         "presets": {variant.name: variant.preset for variant in plan.variants},
+        "targets": {variant.name: variant.target for variant in plan.variants},
         "text": plan.loaded.text,
         "hash": plan.loaded.hash,
     }

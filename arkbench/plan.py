@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from arkbench import published, workloads
 from arkbench import scenario as scenarios
-from arkbench import workloads
 from arkbench.errors import UserError
-from arkbench.scenario import ENDPOINT_VARIANT, Cell, LoadedScenario, Overrides, Scenario
+from arkbench.scenario import ENDPOINT_VARIANT, Cell, LoadedScenario, Overrides, Scenario, Sustained
 from arkbench.targets import bundled
 
 CACHE_PAGE = 64
@@ -33,6 +33,7 @@ class RunOptions:
     set_switches: tuple[str, ...] = ()
     seed: int = 0
     power_command: str | None = None
+    energy: bool = True
 
     def stored(self) -> dict[str, Any]:
         """As it stands in run.json: everything but the API key."""
@@ -66,11 +67,12 @@ def option_conflicts(asked: RunOptions, stored: RunOptions) -> list[str]:
 
 @dataclass(frozen=True)
 class Variant:
-    """A named set of switches, every one of them resolved."""
+    """A named set of switches, every one of them resolved, and what runs it: in-process, http or endpoint."""
 
     name: str
     preset: str | None
     switches: dict[str, str]
+    target: str = "in-process"
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,10 @@ class Needs:
 
 @dataclass(frozen=True)
 class ScenarioPlan:
-    """One scenario as it will be measured. `notes`: what the command line left out or changed."""
+    """One scenario as it will be measured. `notes`: what the command line left out or changed.
+
+    `fresh`: variants whose start is itself a figure of a claim, so that each gets a full start.
+    """
 
     loaded: LoadedScenario
     scenario: Scenario
@@ -92,6 +97,7 @@ class ScenarioPlan:
     variants: tuple[Variant, ...]
     cells: tuple[Cell, ...]
     notes: tuple[str, ...] = ()
+    fresh: frozenset[str] = frozenset()
 
     def of(self, model: str, variant: str) -> list[Cell]:
         return [cell for cell in self.cells if cell.model == model and cell.variant == variant]
@@ -112,6 +118,67 @@ class Plan:
     def first_number(self, cell: Cell, repetition: int) -> int:
         """Number of the first prompt; repetition -1 is the warm-up."""
         return self.first_numbers[cell.scenario, cell.model, cell.id, repetition]
+
+    def variant_label(self, scenario: str, variant: str) -> str:
+        """A variant's name in run.json: with its scenario where another has a different variant of that name."""
+        same_name = [v.switches for plan in self.scenarios for v in plan.variants if v.name == variant]
+        return variant if all(s == same_name[0] for s in same_name) else f"{scenario}/{variant}"
+
+    def switches(self) -> dict[str, dict[str, str]]:
+        """The switches of every variant by its label."""
+        return {self.variant_label(p.scenario.name, v.name): v.switches for p in self.scenarios for v in p.variants}
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Scenarios that one model is loaded once for, with the room that all of them have."""
+
+    model: str
+    plans: tuple[ScenarioPlan, ...]
+    needs: Needs
+
+
+LONGEST_APART = 2
+"""Scenarios share a loaded model up to this ratio of their longest requests: captured steps are bounded by it."""
+
+
+def batches(plans: Sequence[ScenarioPlan]) -> list[Batch]:
+    """Model by model, in the order in which models and scenarios were given. The same for a run that is resumed."""
+    found: list[Batch] = []
+    for model in dict.fromkeys(model for plan in plans for model in plan.models):
+        of_model: list[Batch] = []
+        for plan in (plan for plan in plans if model in plan.models):
+            new = Batch(model, (plan,), plan.needs(model))
+            index = next((i for i, batch in enumerate(of_model) if _can_share(batch, new)), None)
+            if index is None:
+                of_model.append(new)
+            else:
+                of_model[index] = _joined(of_model[index], new)
+        found += of_model
+    return found
+
+
+def _can_share(a: Batch, b: Batch) -> bool:
+    """Whether a larger room leaves the figures of both what they are.
+
+    It would not where a workload sets the cache's size, where a contiguous cache divides it into longest requests, or
+    where a server is started with limits of its own.
+    """
+    longest = sorted((a.needs.tokens, b.needs.tokens))
+    return longest[1] <= LONGEST_APART * longest[0] and all(
+        all(v.target == "in-process" and v.switches["cache"] == "paged" for v in plan.variants)
+        and all(cell.cache_tokens is None for cell in plan.cells)
+        for plan in (*a.plans, *b.plans)
+    )
+
+
+def _joined(a: Batch, b: Batch) -> Batch:
+    needs = Needs(
+        max(a.needs.streams, b.needs.streams),
+        max(a.needs.tokens, b.needs.tokens),
+        max(a.needs.cache_tokens, b.needs.cache_tokens),
+    )
+    return Batch(a.model, (*a.plans, *b.plans), needs)
 
 
 def needs_of(cells: Sequence[Cell]) -> Needs:
@@ -143,8 +210,8 @@ def make_plan(options: RunOptions, endpoint_model: str | None = None) -> Plan:
         raise UserError("--set turns switches of the bundled engine; an endpoint has none: leave one of the two out")
     if options.stages < 1:
         raise UserError(f"--stages {options.stages}: a model has at least one stage")
-    names = list(dict.fromkeys(options.scenarios))
-    plans = tuple(_plan_scenario(scenarios.load(name), options, endpoint_model) for name in names)
+    loaded = [scenarios.load(name) for name in dict.fromkeys(options.scenarios)]
+    plans = tuple(_plan_scenario(one, options, endpoint_model) for one in loaded)
     seen = [plan.scenario.name for plan in plans]
     for name in seen:
         if seen.count(name) > 1:
@@ -164,18 +231,29 @@ def make_plan(options: RunOptions, endpoint_model: str | None = None) -> Plan:
 def _plan_scenario(loaded: LoadedScenario, options: RunOptions, endpoint_model: str | None) -> ScenarioPlan:
     scenario = scenarios.override(loaded.scenario, options.overrides)
     if options.endpoint is not None:
-        variants, notes = [Variant(ENDPOINT_VARIANT, None, {})], []
+        variants, notes = [Variant(ENDPOINT_VARIANT, None, {}, ENDPOINT_VARIANT)], []
         named = options.overrides.models
         models = list(named) if named else [endpoint_model or scenario.models[0]]
     else:
         variants, notes = _variants(scenario, options.set_switches, loaded.source)
         models = [_checked_model(name, options.weights) for name in _asked_models(scenario, options)]
     models = list(dict.fromkeys(models))
-    if options.overrides.duration_s is not None and any(w.type == "sustained" for w in scenario.workloads):
-        own = max(w.duration_s for w in loaded.scenario.workloads if w.type == "sustained")
-        notes = [*notes, f"{scenario.name}: sustained loads last {options.overrides.duration_s:g} s, not {own:g} s"]
     cells = scenarios.cells_of(scenario, models, [variant.name for variant in variants])
-    return ScenarioPlan(loaded, scenario, tuple(models), tuple(variants), tuple(cells), tuple(notes))
+    ignored = scenarios.without_meaning(scenario, options.overrides)
+    notes += [f"{scenario.name}: {option} means nothing to this scenario and is ignored" for option in ignored]
+    notes += shortened(loaded.scenario, scenario)
+    fresh = frozenset(published.timed_starts(scenario.name))
+    return ScenarioPlan(loaded, scenario, tuple(models), tuple(variants), tuple(cells), tuple(notes), fresh)
+
+
+def shortened(own: Scenario, asked: Scenario) -> list[str]:
+    """A note for each length of a sustained window that the command line changed."""
+    pairs = [(a.duration_s, b.duration_s) for a, b in zip(own.workloads, asked.workloads, strict=True)
+             if isinstance(a, Sustained) and isinstance(b, Sustained) and a.duration_s != b.duration_s]  # fmt: skip
+    return [
+        f"{own.name}: sustained windows of {b:g} s in place of the scenario's {a:g} s (--duration)"
+        for a, b in dict.fromkeys(pairs)
+    ]
 
 
 def _asked_models(scenario: Scenario, options: RunOptions) -> Sequence[str]:
@@ -216,9 +294,10 @@ def _variants(scenario: Scenario, pairs: Sequence[str], source: str) -> tuple[li
             switches = bundled.resolve_switches(spec.preset, spec.switches | asked)
         except UserError as error:
             raise UserError(f"{source}: variants.{name}: {error}") from None
-        twin = next((v.name for v in variants if asked and v.switches == switches), None)
+        target = spec.target or scenario.target
+        twin = next((v.name for v in variants if asked and (v.switches, v.target) == (switches, target)), None)
         if twin is None:
-            variants.append(Variant(name, spec.preset, switches))
+            variants.append(Variant(name, spec.preset, switches, target))
         else:
             notes.append(f"variant '{name}' is left out: with --set it is the same as '{twin}'")
     return variants, notes

@@ -84,6 +84,7 @@ class LiveProgress:
         self._last_done = 0.0
         self._count = 0
         self._cells = 0
+        self._skipped: set[tuple[str, str, str]] = set()
 
     def begin(self, cells: int, cost: float, starts: int) -> None:
         self._last_done = time.monotonic()
@@ -104,14 +105,26 @@ class LiveProgress:
         self._last_done = time.monotonic()
         self._remaining.done(cost, row)
         self._progress.update(self._task, advance=1, left=self._left())
+        if self._said(row):
+            return
         left = "" if self._console.is_terminal else self._left()
-        mark = "" if row["valid"] else f"  [yellow]not valid: {escape(row['reason'])}[/]"
+        doubt = "" if row["status"] == "skipped" else "not valid: "
+        mark = "" if row["valid"] else f"  [yellow]{doubt}{escape(row['reason'])}[/]"
         self._console.print(
             f"[dim]{self._count:>4}/{self._cells}[/]  {row['variant']:<10} {row['cell']:<24} "
             f"{row['repetition'] + 1}  {_figure(row):<20}[dim]{left}[/]{mark}",
             highlight=False,
             soft_wrap=True,
         )
+
+    def _said(self, row: Row) -> bool:
+        """Whether a line said already why this model's variant is skipped: a reason is worth one line."""
+        if row["status"] != "skipped":
+            return False
+        key = (row["model"], row["variant"], row["reason"])
+        known = key in self._skipped
+        self._skipped.add(key)
+        return known
 
     def note(self, text: str) -> None:
         self._console.print(f"[yellow]note:[/] {escape(text)}", highlight=False, soft_wrap=True)

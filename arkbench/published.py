@@ -86,6 +86,14 @@ def tests() -> Tests:
         raise ValueError(f"{path}: {error}") from None
 
 
+def timed_starts(scenario: str) -> set[str]:
+    """The variants of a scenario whose start is the figure of a claim."""
+    held = tests()
+    notes = {claim.id: held.notes[claim.note] for claim in claims()}
+    timed = [(notes[name], test) for name, test in held.claims.items() if test.test == "start"]
+    return {str(test.of["variant"]) for note, test in timed if scenario in note.scenarios}
+
+
 def table(name: str) -> list[dict[str, str]]:
     """The rows of a published table (`fused_kernels_decode`), as text; '' where nothing was published."""
     with (published_dir() / f"{name}.csv").open(encoding="utf-8", newline="") as file:

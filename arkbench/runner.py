@@ -1,35 +1,32 @@
 """Runs a plan: targets started, cells warmed up and measured, every request on disk as it ends.
 
-Order: model by model; within a model the repetitions are the outer loop and the variants alternate (A B, B A, A B),
-so that a drift of the machine falls on all variants alike and a variant is readied as seldom as that allows. Each
-variant's first use is a full start, whose cost is recorded. After every start each cell is warmed up once, with
-prompts of its own, and that is in no figure. Cells marked `cold` get a start of their own and no warm-up.
+Order: model by model, its scenarios one after the other; within a scenario the repetitions are the outer loop and the
+variants alternate (A B, B A, A B), so that a drift of the machine falls on all variants alike and a variant is readied
+as seldom as that allows. After every start or turn of switches each cell is warmed up once, with prompts of its own,
+and that is in no figure. Cells marked `cold` get a start of their own and no warm-up.
 """
 
 from __future__ import annotations
 
 import gc
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from arkbench import estimate, figures, machine, metrics, workloads
 from arkbench.figures import Energy
-from arkbench.folder import ERRORS_FILE, RunFolder, cell_key
+from arkbench.folder import RunFolder, cell_key
 from arkbench.metrics import Machine, StepCost
-from arkbench.plan import Plan, ScenarioPlan, Variant
+from arkbench.plan import Batch, Plan, ScenarioPlan, Variant, batches
 from arkbench.progress import RunProgress
 from arkbench.records import RequestRecord, Row, write_csv
 from arkbench.scenario import Cell
+from arkbench.session import Session, TargetMaker
 from arkbench.targets import bundled
 from arkbench.targets.base import Answer, LoadReport, Target, TargetError, TargetInfo
 from arkbench.workloads import PromptSource
-
-ENDPOINT_VOCAB = 32_000
-"""Token ids below this are taken to exist in any model that an endpoint serves and the catalogue does not know."""
 
 IDLE_SECONDS = 5.0
 
@@ -70,25 +67,13 @@ class Meter(Protocol):
 class Tools:
     """What the runner works with; tests put their own in.
 
-    `make_target(plan, model)`; `make_meter()`; `rates()`: the machine's measured bandwidth and matrix rate.
+    `make_target(plan, model, variant)`; `make_meter()`; `rates()`: the machine's measured bandwidth and matrix rate.
     """
 
-    make_target: Callable[[ScenarioPlan, str], Target]
+    make_target: TargetMaker
     make_meter: Callable[[], Meter]
     rates: Callable[[], Machine]
     device: str
-
-
-@dataclass
-class _Session:
-    """A target and what of it is ready. `warm`: ids of the cells that were warmed up since it was started."""
-
-    target: Target
-    variant: str | None = None
-    info: TargetInfo | None = None
-    seen: set[str] = field(default_factory=set)
-    warm: set[str] = field(default_factory=set)
-    broken: dict[str, str] = field(default_factory=dict)
 
 
 class Runner:
@@ -114,9 +99,8 @@ class Runner:
         interrupted = False
         try:
             self._prepare()
-            for scenario_plan in self._plan.scenarios:
-                for model in scenario_plan.models:
-                    self._run_model(scenario_plan, model)
+            for batch in batches(self._plan.scenarios):
+                self._run_batch(batch)
         except KeyboardInterrupt:
             interrupted = True
             self._folder.info["notes"].append(INTERRUPTED)
@@ -143,7 +127,9 @@ class Runner:
 
     def _prepare(self) -> None:
         self._progress.phase("measuring what this machine allows")
+        started = time.monotonic()
         self._rates = self._tools.rates()
+        self._add_seconds("machine's rates", time.monotonic() - started)
         info = self._folder.info
         info["device"] = self._tools.device
         info["bandwidth_bytes_s"] = self._rates.bandwidth_bytes_s
@@ -154,12 +140,16 @@ class Runner:
         self._meter.start()
         if self._meter.sources:
             self._progress.phase("measuring the power at rest")
-            self._meter.idle(IDLE_SECONDS)
+            self._idle()
+
+    def _idle(self) -> None:
+        self._meter.idle(IDLE_SECONDS)
+        self._add_seconds("power at rest", IDLE_SECONDS)
 
     def _stop_meter(self, interrupted: bool) -> None:
         if self._meter.sources:
             if not interrupted:
-                self._meter.idle(IDLE_SECONDS)
+                self._idle()
             drift = self._meter.idle_drift()
             if drift:
                 self._folder.info["notes"].append(drift)
@@ -175,106 +165,51 @@ class Runner:
 
     # ------------------------------------------------------------------------------------- models and variants
 
-    def _run_model(self, plan: ScenarioPlan, model: str) -> None:
-        missing = {cell_key(cell, repetition) for cell, repetition in self._missing(plan) if cell.model == model}
-        if not missing:
-            return
-        session = _Session(self._tools.make_target(plan, model))
+    def _run_batch(self, batch: Batch) -> None:
+        session = Session(batch, self._plan, self._tools.make_target, self._folder, self._progress)
         try:
-            for repetition in range(plan.scenario.repetitions):
-                order = plan.variants if repetition % 2 == 0 else plan.variants[::-1]
-                for variant in order:
-                    cells = [c for c in plan.of(model, variant.name) if cell_key(c, repetition) in missing]
-                    for cell in sorted(cells, key=lambda c: not c.cold):
-                        self._run_cell(plan, session, variant, cell, repetition)
+            for plan in batch.plans:
+                self._run_scenario(plan, batch.model, session)
         finally:
-            session.target.close()
+            session.close()
+            for name, seconds in session.seconds.items():
+                self._add_seconds(name, seconds)
 
-    def _run_cell(self, plan: ScenarioPlan, session: _Session, variant: Variant, cell: Cell, repetition: int) -> None:
+    def _run_scenario(self, plan: ScenarioPlan, model: str, session: Session) -> None:
+        missing = {cell_key(cell, repetition) for cell, repetition in self._missing(plan) if cell.model == model}
+        for repetition in range(plan.scenario.repetitions):
+            order = plan.variants if repetition % 2 == 0 else plan.variants[::-1]
+            for variant in order:
+                cells = [c for c in plan.of(model, variant.name) if cell_key(c, repetition) in missing]
+                for cell in sorted(cells, key=lambda c: not c.cold):
+                    self._run_cell(plan, session, variant, cell, repetition)
+
+    def _run_cell(self, plan: ScenarioPlan, session: Session, variant: Variant, cell: Cell, repetition: int) -> None:
         try:
-            if variant.name in session.broken:
-                raise TargetError(session.broken[variant.name])
             if cell.workload == "kernels":
                 self._progress.cell(cell, repetition)
                 row, detail = self._kernels(cell, repetition)
             else:
-                self._ready(plan, session, variant, cell)
+                target, info = session.ready(plan, variant, cell)
                 self._progress.cell(cell, repetition)
-                row, detail = self._measure(plan, session, variant, cell, repetition)
+                source = session.source(info, cell, repetition)
+                row, detail = self._measure(plan, target, info, source, cell, repetition)
+                if row["status"] == "failed":
+                    session.restart_needed(variant)
         except TargetError as error:
             row, detail = figures.empty_row(cell, repetition, "skipped", str(error)), {}
         except Exception as error:
-            row, detail = self._unexpected(session, variant, cell, repetition, error), {}
+            reason = session.fault(variant, cell, repetition, error)
+            row, detail = figures.empty_row(cell, repetition, "failed", reason), {}
         self._complete += row["status"] == "complete"
+        self._add_seconds("cells", row.get("duration_s") or 0.0)
         self._folder.add_cell(row, detail)
         self._progress.done(row, self._cost(cell))
 
-    def _unexpected(
-        self, session: _Session, variant: Variant, cell: Cell, repetition: int, error: Exception
-    ) -> dict[str, Any]:
-        """The row of a cell that met a fault of the program: its traceback is kept, the target ended, the run goes on.
-
-        A variant that could not even be started is not tried again.
-        """
-        self._folder.add_error(f"{cell.model}, {variant.name}, {cell.id}, repetition {repetition + 1}", error)
-        first = next(iter(str(error).strip().splitlines()), "")
-        reason = f"unexpected {type(error).__name__}: {first[:200]} (see {ERRORS_FILE} in the run folder)"
-        self._progress.note(f"{cell.model}, {variant.name}, {cell.id}: {reason}")
-        if session.variant != variant.name:
-            session.broken[variant.name] = reason
-        session.variant = None
-        session.seen.clear()
-        traceback.clear_frames(error.__traceback__)
-        session.target.close()
-        gc.collect()
-        return figures.empty_row(cell, repetition, "failed", reason)
-
-    def _ready(self, plan: ScenarioPlan, session: _Session, variant: Variant, cell: Cell) -> None:
-        """The target running this variant, and warmed up for this cell; raises TargetError."""
-        if session.variant != variant.name or cell.cold:
-            self._start(plan, session, variant, cell)
-        if not cell.cold and cell.id not in session.warm:
-            self._progress.phase(f"{cell.model} · {variant.name} · {cell.id} · warming up")
-            source = self._source(session, cell, -1)
-            session.target.run(workloads.warm_up(cell, source, plan.scenario.limits), lambda answer: None)
-            session.warm.add(cell.id)
-
-    def _start(self, plan: ScenarioPlan, session: _Session, variant: Variant, cell: Cell) -> None:
-        self._progress.phase(f"{cell.model} · {variant.name} · starting")
-        if variant.name not in session.seen or cell.cold:
-            session.target.close()
-        session.variant = None
-        session.warm.clear()
-        needs = plan.needs(cell.model)
-        started = time.monotonic()
-        try:
-            session.info = session.target.start(variant.switches, needs.streams, needs.tokens, needs.cache_tokens)
-        except TargetError as error:
-            session.broken[variant.name] = str(error)
-            self._progress.note(f"{cell.model}, {variant.name}: {error}")
-            raise
-        session.variant = variant.name
-        if variant.name not in session.seen:
-            self._record_start(session.info, cell, variant, time.monotonic() - started)
-            session.seen.add(variant.name)
-
-    def _record_start(self, info: TargetInfo, cell: Cell, variant: Variant, seconds: float) -> None:
-        """What a variant's first start cost and what the target said about itself, into run.json."""
-        run = self._folder.info
-        parts = {name: round(value, 3) for name, value in info.start_seconds.items()}
-        several = len(run["models"]) > 1
-        name = f"{cell.model} {variant.name}" if several else variant.name
-        run["start_seconds"][name] = parts | {"total": round(seconds, 3)}
-        run["geometry"][cell.model] = info.geometry
-        run["device_name"] = info.device or run["device_name"]
-        known = run["notes"]
-        known += [note for n in info.notes if (note := f"{name}: {n}") not in known]
-        self._folder.save()
-
-    def _source(self, session: _Session, cell: Cell, repetition: int) -> PromptSource:
-        facts = estimate.facts_of(cell.model)
-        vocab = (session.info.vocab if session.info else None) or (facts.vocab if facts else ENDPOINT_VOCAB)
-        return PromptSource(vocab, self._plan.options.seed, self._plan.first_number(cell, repetition))
+    def _add_seconds(self, name: str, seconds: float) -> None:
+        """Where the time of a run went, summed into run.json."""
+        spent = self._folder.info["seconds"]
+        spent[name] = round(spent.get(name, 0.0) + seconds, 3)
 
     # --------------------------------------------------------------------------------------------------- cells
 
@@ -285,9 +220,14 @@ class Runner:
         return row | {"duration_s": time.monotonic() - started}, {"kernels": rows}
 
     def _measure(
-        self, plan: ScenarioPlan, session: _Session, variant: Variant, cell: Cell, repetition: int
+        self,
+        plan: ScenarioPlan,
+        target: Target,
+        info: TargetInfo,
+        source: PromptSource,
+        cell: Cell,
+        repetition: int,
     ) -> tuple[Row, dict[str, Any]]:
-        assert session.info is not None
         records: list[RequestRecord] = []
         outputs: dict[int, Sequence[int] | str | None] = {}
 
@@ -301,13 +241,12 @@ class Runner:
         machine.reset_peak_memory(self._tools.device)
         try:
             with _no_collection():
-                reports = list(self._run_rounds(plan, session, cell, repetition, on_answer, outputs))
+                reports = list(_run_rounds(plan, target, source, cell, on_answer, outputs))
         except KeyboardInterrupt:
             self._folder.add_cell(figures.empty_row(cell, repetition, "partial", "interrupted", records), {})
             raise
         except TargetError as error:
-            session.variant = None
-            self._progress.note(f"{cell.model}, {variant.name}, {cell.id}: {error}")
+            self._progress.note(f"{cell.model}, {cell.variant}, {cell.id}: {error}")
             return figures.empty_row(cell, repetition, "failed", str(error), records), {}
         duration_s = time.monotonic() - started
         if repetition == 0 and _draws_timeline(plan, cell):
@@ -315,32 +254,12 @@ class Runner:
                 self._folder.add_timeline(cell, report.timeline, self._origin)
         energy, energy_detail = self._energy(cell, records)
         digest = _hash(cell, records, outputs)
-        cost = _cost_of(session.info)
+        cost = _cost_of(info)
         row = figures.cell_row(cell, repetition, records, self._rates, cost, energy, digest, duration_s)
         _judge_client(row, reports)
         detail = _detail(records, reports) | energy_detail
-        peak = machine.peak_memory(self._tools.device) if session.info.in_process else None
+        peak = machine.peak_memory(self._tools.device) if info.in_process else None
         return row, detail if peak is None else detail | {"peak_memory_bytes": peak}
-
-    def _run_rounds(
-        self,
-        plan: ScenarioPlan,
-        session: _Session,
-        cell: Cell,
-        repetition: int,
-        on_answer: Callable[[Answer], None],
-        outputs: Mapping[int, Sequence[int] | str | None],
-    ) -> Iterator[LoadReport]:
-        source = self._source(session, cell, repetition)
-        rounds = workloads.rounds(cell, source, plan.scenario.limits)
-        load = next(rounds)
-        while True:
-            yield session.target.run(load, on_answer)
-            tokens = {request: output for request, output in outputs.items() if not isinstance(output, str)}
-            try:
-                load = rounds.send(tokens)
-            except StopIteration:
-                return
 
     def _record(self, cell: Cell, repetition: int, answer: Answer) -> RequestRecord:
         def relative(seconds: float | None) -> float | None:
@@ -374,6 +293,25 @@ class Runner:
         notes = [*reading.notes, *reading.missing]
         invalid = "" if reading.valid else reading.reason
         return Energy(reading.energy_j, reading.idle_w, invalid), {"energy_notes": notes} if notes else {}
+
+
+def _run_rounds(
+    plan: ScenarioPlan,
+    target: Target,
+    source: PromptSource,
+    cell: Cell,
+    on_answer: Callable[[Answer], None],
+    outputs: Mapping[int, Sequence[int] | str | None],
+) -> Iterator[LoadReport]:
+    rounds = workloads.rounds(cell, source, plan.scenario.limits)
+    load = next(rounds)
+    while True:
+        yield target.run(load, on_answer)
+        tokens = {request: output for request, output in outputs.items() if not isinstance(output, str)}
+        try:
+            load = rounds.send(tokens)
+        except StopIteration:
+            return
 
 
 @contextmanager
@@ -433,28 +371,30 @@ def _detail(records: Sequence[RequestRecord], reports: Sequence[LoadReport]) -> 
     return detail | ({"notes": notes} if notes else {})
 
 
-def compare_answers(
-    rows: Sequence[dict[str, str]], switches: Mapping[str, Mapping[str, str]], exact: Sequence[str]
-) -> dict[str, Any]:
+def compare_answers(rows: Sequence[dict[str, str]], plan: Plan, exact: Sequence[str]) -> dict[str, Any]:
     """Whether the variants of a run gave the same tokens, cell by cell and repetition by repetition.
 
     `exact`: the switches that must not change a token. A difference between variants that differ only in such
-    switches is a fault; otherwise it is inside the stated bounds of the switches that round differently.
+    switches is a fault; otherwise it is inside the stated bounds of the switches that round differently. Variants of
+    different targets are not compared: one knows the tokens, the other their text.
     """
-    groups: dict[tuple[str, str, str, str], dict[str, str]] = {}
+    variants = {(p.scenario.name, v.name): v for p in plan.scenarios for v in p.variants}
+    groups: dict[tuple[str, ...], dict[str, str]] = {}
     for row in rows:
         if row["output_hash"]:
-            key = (row["scenario"], row["model"], row["cell"], row["repetition"])
+            target = variants[row["scenario"], row["variant"]].target
+            key = (row["scenario"], row["model"], row["cell"], row["repetition"], target)
             groups.setdefault(key, {})[row["variant"]] = row["output_hash"]
     result: dict[str, Any] = {"compared": 0, "identical": 0, "different": []}
-    for (scenario, model, cell, repetition), hashes in groups.items():
+    for (scenario, model, cell, repetition, _), hashes in groups.items():
         first, *others = hashes
         for other in others:
             result["compared"] += 1
             if hashes[first] == hashes[other]:
                 result["identical"] += 1
                 continue
-            names = {n for n, value in switches[first].items() if switches[other].get(n) != value}
+            switches = [variants[scenario, name].switches for name in (first, other)]
+            names = {n for n, value in switches[0].items() if switches[1].get(n) != value}
             result["different"].append(
                 {
                     "scenario": scenario,

@@ -31,6 +31,7 @@ from arkbench.errors import UserError
 from arkbench.paths import scenarios_dir
 
 WorkloadType = Literal["decode", "prefill", "burst", "sustained", "open", "conversation", "kernels"]
+TargetKind = Literal["in-process", "http"]
 ENDPOINT_VARIANT = "endpoint"
 
 
@@ -156,10 +157,11 @@ Workload = Annotated[
 
 
 class VariantSpec(_Strict):
-    """A preset, some switches that differ from it, or both. Without a preset: `best`."""
+    """A preset, some switches that differ from it, or both. Without a preset: `best`; without a target: the file's."""
 
     preset: str = "best"
     switches: dict[str, str] = {}
+    target: TargetKind | None = None
 
 
 class Matrix(_Strict):
@@ -191,7 +193,7 @@ class Scenario(_Strict):
     title: str
     note: str = ""
     description: str = ""
-    target: Literal["in-process", "http"] = "in-process"
+    target: TargetKind = "in-process"
     models: Annotated[list[str], Field(min_length=1)]
     repetitions: Count = 3
     variants: dict[Name, VariantSpec] = {}
@@ -289,6 +291,22 @@ def _key_path(loc: Sequence[str | int]) -> str:
 # --------------------------------------------------------------------------------------------- what is varied
 
 
+OPTIONS = {
+    "streams": "--streams",
+    "context_tokens": "--context",
+    "at_once": "--at-once",
+    "prompt_tokens": "--prompt-tokens",
+    "output_tokens": "--output-tokens",
+    "users": "--users",
+    "turns": "--turns",
+    "shared_tokens": "--shared-tokens",
+    "turn_tokens": "--turn-tokens",
+    "cache_tokens": "--cache-tokens",
+    "duration_s": "--duration",
+}
+"""Keys of workloads that the command line can replace, with the option of each."""
+
+
 @dataclass(frozen=True)
 class Overrides:
     """What the command line puts in the place of a scenario's own values; None leaves them."""
@@ -302,19 +320,21 @@ class Overrides:
     users: tuple[int, ...] | None = None
     turns: tuple[int, ...] | None = None
     shared_tokens: int | None = None
+    turn_tokens: int | None = None
+    cache_tokens: int | None = None
     duration_s: float | None = None
     repetitions: int | None = None
 
-
-LIST_KEYS = ("streams", "context_tokens", "at_once", "prompt_tokens", "output_tokens", "users", "turns")
+    def of_workloads(self) -> dict[str, Any]:
+        """Those that replace a key of workloads, as a scenario file would have them."""
+        given = {key: value for key in OPTIONS if (value := getattr(self, key)) is not None}
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in given.items()}
 
 
 def override(scenario: Scenario, overrides: Overrides) -> Scenario:
     """The scenario with the overrides put into every workload that has such a key."""
-    values: dict[str, Any] = {key: list(value) for key in LIST_KEYS if (value := getattr(overrides, key)) is not None}
-    values |= {key: v for key in ("shared_tokens", "duration_s") if (v := getattr(overrides, key)) is not None}
-    workloads = [_override_workload(workload, values) for workload in scenario.workloads]
-    changes: dict[str, Any] = {"workloads": workloads}
+    values = overrides.of_workloads()
+    changes: dict[str, Any] = {"workloads": [_override_workload(workload, values) for workload in scenario.workloads]}
     if overrides.models is not None:
         changes["models"] = list(overrides.models)
     if overrides.repetitions is not None:
@@ -322,11 +342,27 @@ def override(scenario: Scenario, overrides: Overrides) -> Scenario:
     return scenario.model_copy(update=changes)
 
 
+def _has(workload: Workload, key: str) -> bool:
+    """Whether a workload has a key that can be replaced; the cache's room only where the file sets one."""
+    if key == "cache_tokens":
+        return workload.cache_tokens is not None
+    return key in type(workload).model_fields
+
+
 def _override_workload(workload: Workload, values: dict[str, Any]) -> Workload:
-    changes: dict[str, Any] = {key: value for key, value in values.items() if key in type(workload).model_fields}
+    changes = {key: value for key, value in values.items() if _has(workload, key)}
     if "prompt_tokens" in changes and getattr(workload, "prompt_mix", None):
         changes["prompt_mix"] = []
     return workload.model_copy(update=changes)
+
+
+def without_meaning(scenario: Scenario, overrides: Overrides) -> list[str]:
+    """The options of the command line that mean nothing to any workload of this scenario."""
+    return [
+        OPTIONS[key]
+        for key in overrides.of_workloads()
+        if not any(_has(workload, key) for workload in scenario.workloads)
+    ]
 
 
 # ------------------------------------------------------------------------------------------------------ cells

@@ -85,7 +85,10 @@ def measured_interval(ratios: Sequence[float], middle: float, repetitions: int) 
 
 @dataclass(frozen=True)
 class Context:
-    """A run as verdicts need it: its cells, where it ran, and which scenarios it has."""
+    """A run as verdicts need it: its cells, where it ran, and which scenarios it has.
+
+    `sustained_s`: the length of sustained windows where the command line set it.
+    """
 
     cells: Cells
     scenarios: tuple[str, ...]
@@ -94,11 +97,13 @@ class Context:
     on_cpu: bool
     endpoint: bool
     start_seconds: dict[str, dict[str, float]] = field(default_factory=dict)
+    sustained_s: float | None = None
 
     @staticmethod
     def of(run_dir: Path) -> Context:
         info = read_run(run_dir)
-        endpoint = bool((info.get("options") or {}).get("endpoint"))
+        options = info.get("options") or {}
+        endpoint = bool(options.get("endpoint"))
         return Context(
             cells=Cells(read_rows(run_dir / "cells.csv")),
             scenarios=tuple(entry["name"] for entry in info.get("scenarios", [])),
@@ -107,6 +112,7 @@ class Context:
             on_cpu=not endpoint and not str(info.get("device", "")).startswith("cuda"),
             endpoint=endpoint,
             start_seconds=info.get("start_seconds", {}),
+            sustained_s=(options.get("overrides") or {}).get("duration_s"),
         )
 
     def same_hardware(self, note: Note) -> bool:
@@ -150,6 +156,8 @@ def verdict(claim: Claim, test: Test, note: Note, context: Context) -> Row:
 def _comparable(measured: Measured, test: Test, note: Note, context: Context) -> tuple[str, list[str]]:
     """Rules 1 to 3: the verdict of a measurement, or why it has none."""
     reasons = list(measured.notes)
+    if context.sustained_s is not None and any(s and s.get("workload") == "sustained" for s in (test.of, test.over)):
+        reasons.append(f"sustained windows of {context.sustained_s:g} s (--duration), not the scenario's own")
     if measured.incomplete:
         return "not comparable", [measured.incomplete, *reasons]
     if measured.invalid:
@@ -303,7 +311,9 @@ def _fraction(printed: str) -> float:
 def _start(claim: Claim, test: Test, note: Note, cells: Cells, context: Context) -> Measured:
     variant = str(test.of["variant"])
     seconds = [
-        parts["total"] for name, parts in context.start_seconds.items() if name.split(" ")[-1] == variant and parts
+        parts["total"]
+        for name, parts in context.start_seconds.items()
+        if name.split(" ")[-1].split("/")[-1] == variant and "total" in parts
     ]
     if not seconds:
         raise Missing("not run", f"no start of variant '{variant}' was measured")

@@ -74,7 +74,7 @@ def _single_load(cell: Cell, source: PromptSource, limits: Limits) -> Load:
         PlannedRequest(n, source.prompt(n, lengths[n]), output, offset_s=offsets[n], stream=n % streams)
         for n in range(count)
     ]
-    mode = {"sustained": "closed", "open": "open"}.get(cell.workload, "together")
+    mode = {"burst": "burst", "sustained": "closed", "open": "open"}.get(cell.workload, "together")
     return Load(planned, mode, cell.duration_s, limits.first_token_timeout_s, limits.grace_s)  # type: ignore[arg-type]
 
 

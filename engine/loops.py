@@ -91,12 +91,13 @@ class Loop:
             self.scheduler.complete(result.plan, result.wait())
 
     def _banned(self, plan: StepPlan) -> list[tuple[int, frozenset[int]]]:
-        """(sampled row, stop tokens) of the requests that have not made `min_tokens` yet."""
+        """(sampled row, stop tokens) of the requests that have stop tokens and not made `min_tokens` yet."""
         sampling = [piece for piece in plan.pieces if piece.samples]
         return [
-            (row, self.scheduler.stops(piece.track))
+            (row, stops)
             for row, piece in enumerate(sampling)
             if _made_before(piece.start + piece.count, piece.track.prompt_length, piece.track.request.sampling)
+            and (stops := self.scheduler.stops(piece.track))
         ]
 
 

@@ -14,8 +14,8 @@ TokenLogprobs = tuple[float, dict[int, float]]
 
 
 def is_plain(sampling: SamplingParams) -> bool:
-    """Whether the kernel alone serves the request, so that a captured graph may."""
-    return sampling.logprobs is None and sampling.min_tokens == 0
+    """Whether the kernel alone serves the request, so that a captured graph may, in steps that forbid no token."""
+    return sampling.logprobs is None
 
 
 def is_greedy(sampling: Sequence[SamplingParams]) -> bool:

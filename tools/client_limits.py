@@ -60,7 +60,7 @@ SHAPES: tuple[tuple[Shape, Target], ...] = (
     ),
     (Shape("16 streams, no delay", 16, 0.0, 0.0, 4000, client=RAW), Target(gap_ms=None, pieces_s=30_000)),
     (
-        Shape("64 prompts of 64,000 tokens", 64, 10.0, 0.02, 8, prompt_tokens=64_000, client=RAW),
+        Shape("64 prompts of 64,000 tokens", 64, 10.0, 0.02, 8, prompt_tokens=64_000, client=RAW, mode="burst"),
         Target(gap_ms=None, cpu_ms=None, send_spread_ms=100, ttft_share=0.01),
     ),
     (Shape("httpx: 4 streams", 4, 0.2, 0.02, 64, client="httpx"), Target(gap_ms=None, cpu_ms=None)),

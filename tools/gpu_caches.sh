@@ -4,6 +4,8 @@
 #
 #   bash tools/gpu_caches.sh [OUTPUT FOLDER]      MODEL=Qwen3-8B PYTHON=python3
 #
+# CELLS and QUANTIZED replace the options of the two runs: that is how the script is tried on a CPU.
+#
 # Checks first that nothing changes an answer or leaks, then measures; says how long each part took.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -21,8 +23,8 @@ started=$(date +%s)
 "$python" -m pytest -q -m gpu tests/gpu/test_caching_gpu.py -p no:cacheprovider || true
 seconds "invariants"
 arkbench run paged-attention prefill-batching prompt-caching --model "$model" --repetitions 1 \
-  --streams 64 --context 1000 --output "$out/cells"
+  ${CELLS:---streams 64 --context 1000} --output "$out/cells"
 seconds "paged attention, prefill batching, prompt caching"
-arkbench run quantized-attention --model "$model" --repetitions 1 --streams 64 --context 4000 --output-tokens 64 \
-  --output "$out/quantized"
+arkbench run quantized-attention --model "$model" --repetitions 1 \
+  ${QUANTIZED:---streams 64 --context 4000 --output-tokens 64} --output "$out/quantized"
 seconds "quantized attention"

@@ -71,7 +71,7 @@ ENVIRONMENT = (
     ("arkbench", "arkbench_version"), ("commit", "commit"), ("command", "command"), ("status", "status"),
     ("GPU driver", "driver"), ("CUDA", "cuda"), ("torch", "torch"), ("triton", "triton"), ("clocks", "clocks"),
     ("power limit, W", "power_limit_w"), ("CPU", "cpu"), ("host", "host"), ("seed", "seed"), ("start", "start_utc"),
-    ("end", "end_utc"),
+    ("end", "end_utc"), ("time spent, s", "seconds"),
 )  # fmt: skip
 
 
@@ -95,7 +95,7 @@ def environment(runs: Sequence[Run]) -> Section:
     """What each run ran on, the switches of each variant, the model's geometry."""
     rows: list[list[Any]] = [["hardware", *[run.hardware for run in runs]]]
     rows += [[name, *[written(run.meta.get(key)) for run in runs]] for name, key in ENVIRONMENT]
-    rows.insert(-2, ["copy bandwidth, GB/s", *[_gigabytes(run.meta.get("bandwidth_bytes_s")) for run in runs]])
+    rows.insert(-3, ["copy bandwidth, GB/s", *[_gigabytes(run.meta.get("bandwidth_bytes_s")) for run in runs]])
     columns = [Column("what"), *[Column(run.label or "value") for run in runs]]
     shown = [row for row in rows if any(row[1:])]
     blocks: list[Block] = [Table("environment", "What the runs ran on", columns, shown)]

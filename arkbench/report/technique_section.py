@@ -37,9 +37,11 @@ class Technique:
 
 
 DECODE = Effect(("decode",), "decode_tok_s", "decode throughput", "tok/s")
+TTFT = Effect(("decode",), "ttft_p50_s", "median TTFT", "s", less=True)
 COMBINED = Effect(("burst",), "prefill_tok_s", "combined prefill rate", "tok/s")
 
 TECHNIQUES: dict[str, Technique] = {
+    "api-cost": Technique("in-process", ("http",), (DECODE, TTFT)),
     "paged-attention": Technique(
         "contiguous",
         ("paged",),

@@ -100,7 +100,7 @@ class HttpxClient:
 
     async def _exchange(self, lane: int, due: float, request: WireRequest, body: bytes, exchange: Exchange) -> None:
         now = time.monotonic()
-        exchange.answer.sent = due if self._job.mode == "together" else now
+        exchange.answer.sent = due if self._job.mode == "burst" else now
         self._stats.send_lags_s.append(now - due)
         clean, why = False, "the connection was cut"
         http = self._idle.popleft() if self._idle else self._new_client()

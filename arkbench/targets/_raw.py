@@ -55,6 +55,7 @@ class RawClient:
         self._epoll = select.epoll()
         self._connections: dict[int, _Connection] = {}
         self._idle: deque[_Connection] = deque()
+        self._ready: list[_Connection] = []
         self._busy: set[_Connection] = set()
         self._awaiting: deque[tuple[float, _Connection, Exchange]] = deque()
         self._stats = JobStats()
@@ -93,6 +94,7 @@ class RawClient:
         """Sends the load from `release` (monotonic seconds) on, until everything has ended or was cut."""
         try:
             self._plan.release(release)
+            self._load_first(release)
             self._wait_until(release)
             cpu = time.process_time()
             self._loop()
@@ -105,14 +107,19 @@ class RawClient:
         return self._stats
 
     def _wait_until(self, release: float) -> None:
-        while not self._cancelled and (left := release - time.monotonic()) > 0:
-            time.sleep(min(left, 0.05))
+        """Sleeps, and turns the last moment in a loop: a sleeping process wakes late."""
+        while not self._cancelled and (left := release - time.monotonic()) > _SPIN_S:
+            time.sleep(min(left - _SPIN_S, 0.05))
             self._cancelled = self._poll_outside() or self._cancelled
+        while time.monotonic() < release:
+            pass
 
     # ------------------------------------------------------------------------------------------ the loop
 
     def _loop(self) -> None:
         next_tick = time.monotonic() + LAG_PERIOD_S
+        if not self._cancelled:
+            self._send_first()
         while not self._cancelled and (self._busy or self._plan.waiting):
             now = time.monotonic()
             due = self._plan.next_due()
@@ -171,42 +178,58 @@ class RawClient:
 
     # --------------------------------------------------------------------------------------- sending
 
+    def _load_first(self, release: float) -> None:
+        """Makes everything of the requests due at the release, so that sending one is little more than its write."""
+        while (item := self._plan.pop(release)) is not None:
+            self._ready.append(self._load(*item))
+
+    def _send_first(self) -> None:
+        for connection in self._ready:
+            self._launch(connection)
+        if self._job.mode == "closed":
+            for connection in self._ready:
+                self._plan.prepare(connection.lane)
+        self._ready.clear()
+
     def _send_due(self) -> None:
         while (item := self._plan.pop(time.monotonic())) is not None:
-            lane, due, request, body = item
-            self._start(lane, due, request, body)
+            connection = self._load(*item)
+            self._launch(connection)
             if self._job.mode == "closed":
-                self._plan.prepare(lane)
+                self._plan.prepare(connection.lane)
             if self._job.mode == "open" and len(self._idle) < 4 and self._plan.waiting:
                 self._idle.append(self._connect())
 
-    def _start(self, lane: int, due: float, request: WireRequest, body: bytes) -> None:
+    def _load(self, lane: int, due: float, request: WireRequest, body: bytes) -> _Connection:
+        """A connection with the request in it, nothing of it sent."""
         connection = self._idle.popleft() if self._idle else self._connect()
         while connection.sock.fileno() < 0 and self._idle:
             connection = self._idle.popleft()
         if connection.sock.fileno() < 0:
             connection = self._connect()
-        now = time.monotonic()
-        # A burst's requests are all measured from their shared release, however long the last takes to leave.
-        sent = due if self._job.mode == "together" else now
-        self._stats.send_lags_s.append(now - due)
-        exchange = Exchange(Answer(request.request, due, sent))
-        connection.exchange, connection.parser, connection.lane = exchange, ResponseParser(), lane
-        connection.seen_head = False
+        connection.exchange, connection.parser = Exchange(Answer(request.request, due)), ResponseParser()
+        connection.lane, connection.seen_head = lane, False
         head = self._head + b"\r\nContent-Length: %d\r\n\r\n" % len(body)
         connection.out = memoryview(head + body)
+        return connection
+
+    def _launch(self, connection: _Connection) -> None:
+        exchange = connection.exchange
+        assert exchange is not None
+        now, due = time.monotonic(), exchange.answer.scheduled
+        exchange.answer.sent = due if self._job.mode == "burst" else now
         self._busy.add(connection)
+        if not connection.connecting:
+            self._write(connection)
+        self._stats.send_lags_s.append(now - due)
         self._stats.most_in_flight = max(self._stats.most_in_flight, len(self._busy))
         self._awaiting.append((now + self._job.first_token_timeout_s, connection, exchange))
-        if connection.connecting:
-            return
-        self._write(connection)
 
     def _write(self, connection: _Connection) -> None:
         if not connection.out or connection.connecting:
             return
         try:
-            sent = connection.sock.send(connection.out[:_WRITE])
+            sent = connection.sock.send(connection.out if len(connection.out) <= _WRITE else connection.out[:_WRITE])
             connection.out = connection.out[sent:]
             if not connection.out and connection.exchange is not None:
                 self._stats.body_sent_s.append(time.monotonic() - connection.exchange.answer.scheduled)

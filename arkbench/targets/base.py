@@ -31,14 +31,15 @@ class PlannedRequest:
 class Load:
     """When which request is sent.
 
-    "together": all at the release. "closed": every stream sends its next request when its last has ended, and none
-    after `duration_s`. "open": each at release + offset_s, whatever the target does.
+    "burst": all at the release, and each measured from it, however long the last takes to leave. "together": all at the
+    release, each measured from its own sending. "closed": every stream sends its next request when its last has ended,
+    and none after `duration_s`. "open": each at release + offset_s, whatever the target does.
     A request with no first token after `first_token_timeout_s` is a timeout; `grace_s` after the last release or the
     end of `duration_s` what still runs is cut (status "cancelled") and the report says so.
     """
 
     requests: Sequence[PlannedRequest]
-    mode: Literal["together", "closed", "open"] = "together"
+    mode: Literal["burst", "together", "closed", "open"] = "together"
     duration_s: float | None = None
     first_token_timeout_s: float = 90.0
     grace_s: float = 120.0
@@ -90,6 +91,7 @@ class TargetInfo:
 
     `step_weight_bytes`: bytes of weights one decode step reads; `cache_bytes_per_token`, `state_bytes_per_request`
     likewise: the harness computes the memory limit from them. `start_seconds`: named parts of the start-up time.
+    `loaded`: whether this start loaded the model, or only turned the switches of a loaded one.
     """
 
     name: str
@@ -103,6 +105,7 @@ class TargetInfo:
     vocab: int | None = None
     geometry: dict | None = None
     start_seconds: dict[str, float] = field(default_factory=dict)
+    loaded: bool = True
     notes: tuple[str, ...] = ()
 
 

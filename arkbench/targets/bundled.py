@@ -259,8 +259,10 @@ class BundledTarget:
         )
         from engine.engine import Engine
 
+        before = None
         try:
             if self._engine is not None and self._same_but_switches(config):
+                before = self._engine.info
                 self._finish_work()
                 self._engine.set_switches(config.switches)
             else:
@@ -273,7 +275,7 @@ class BundledTarget:
             self._engine = None  # half turned or half loaded: nothing of it can be used or closed in order
             raise
         self._config = config
-        return self._info()
+        return self._info(loaded=self._engine.info is not before)
 
     def _same_but_switches(self, config: EngineConfig) -> bool:
         return self._config is not None and asdict(self._config) | {"switches": None} == asdict(config) | {
@@ -285,7 +287,7 @@ class BundledTarget:
         while self._engine.has_work():
             self._engine.step()
 
-    def _info(self) -> TargetInfo:
+    def _info(self, loaded: bool) -> TargetInfo:
         assert self._config is not None
         info = self._engine.info
         geometry = engine_models.model_config(self._config.model)
@@ -302,6 +304,7 @@ class BundledTarget:
             vocab=geometry.vocab,
             geometry=to_plain(geometry),
             start_seconds=dict(info.start_seconds),
+            loaded=loaded,
             notes=(f"weights: {info.quantized}", *info.notes),
         )
 
@@ -363,9 +366,8 @@ class BundledTarget:
 
     def _send(self, session: _Session, planned: PlannedRequest) -> None:
         now = time.monotonic()
-        together = session.load.mode == "together"
         scheduled = session.release + planned.offset_s if session.load.mode != "closed" else now
-        answer = Answer(planned.request, scheduled, sent=session.release if together else now)
+        answer = Answer(planned.request, scheduled, sent=session.release if session.load.mode == "burst" else now)
         answer.prompt_tokens = len(planned.prompt)
         answer.tokens = []
         key = f"{self._loads}-{planned.request}"
@@ -436,14 +438,15 @@ class BundledTarget:
         session.on_answer(answer)
 
     def close(self) -> None:
-        """Gives the model's memory back."""
-        if self._engine is None:
-            return
+        """Gives the model's memory back, of an engine that failed at its start too."""
         engine, self._engine, self._config = self._engine, None, None
-        engine.close()
-        del engine
-        gc.collect()
-        if str(self._base["device"]).startswith("cuda"):
-            import torch
+        try:
+            if engine is not None:
+                engine.close()
+        finally:
+            del engine
+            gc.collect()
+            if str(self._base["device"]).startswith("cuda"):
+                import torch
 
-            torch.cuda.empty_cache()
+                torch.cuda.empty_cache()

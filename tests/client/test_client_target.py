@@ -70,7 +70,7 @@ def drive(client: str, worker: dict[str, list]) -> Any:
 
 
 def test_a_burst(drive: Any) -> None:
-    answers, report = drive(known_answer.constant(first_s=0.05, gap_s=0.01, role_s=0.0), Load(requests(5)))
+    answers, report = drive(known_answer.constant(first_s=0.05, gap_s=0.01, role_s=0.0), Load(requests(5), "burst"))
     assert sorted(answers) == [0, 1, 2, 3, 4]
     assert len({a.sent for a in answers.values()}) == 1
     for a in answers.values():
@@ -82,6 +82,14 @@ def test_a_burst(drive: Any) -> None:
         assert a.piece_times[-1] - a.sent >= 0.08
         assert a.text == " tok tok tok tok"
     assert report.client_lag_p99_s is not None
+
+
+def test_together_each_is_measured_from_its_own_sending(drive: Any) -> None:
+    answers, _ = drive(known_answer.constant(first_s=0.05, gap_s=0.01, role_s=0.0), Load(requests(5)))
+    assert len({a.scheduled for a in answers.values()}) == 1
+    assert len({a.sent for a in answers.values()}) == 5
+    for a in answers.values():
+        assert a.scheduled <= a.sent <= a.piece_times[0] - 0.05
 
 
 @pytest.mark.parametrize("split", [1, 7])
@@ -230,7 +238,7 @@ def test_several_client_processes_share_a_load() -> None:
         target = OpenAITarget(server.url, client="raw", processes=2)
         target.start({}, 7, 100, 0)
         answers: list[Answer] = []
-        target.run(Load(requests(7)), answers.append)
+        target.run(Load(requests(7), "burst"), answers.append)
         assert sorted(a.request for a in answers) == list(range(7))
         assert sorted(len(s.send_lags_s) for s in target.client_stats) == [3, 4]
         assert len({a.sent for a in answers}) == 1

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from engine.config import EngineError, Switches
+from engine.graphs import GraphShapes
+from engine.order import make_order
 from engine.request import Request, SamplingParams
 from tests.engine.helpers import generate, load, prompt_of
 
@@ -144,6 +146,22 @@ def test_min_tokens_holds_a_stop_token_back(folder, prompts, alone):
     (made,) = generate(load(folder), [prompts[5]], stop_token_ids=(stop,), min_tokens=4)
     assert len(made) > 4 or made[-1] != stop
     assert stop not in made[:4]
+
+
+@pytest.mark.parametrize("loop", ["inverted", "driven"])
+def test_min_tokens_of_an_answer_of_fixed_length_costs_no_captured_step(folder, prompts, loop):
+    """What benchmark clients send: ignore_eos and min_tokens. No token is forbidden, so every step may be replayed."""
+    engine, orders = load(folder, switches={"loop": loop}), []
+    launch = engine.loop.runner.launch
+
+    def recorded(plan, banned):
+        shapes = GraphShapes.of(8, 512, prompts=True)
+        orders.append(make_order(plan, banned, 16, 8, loop == "inverted", shapes))
+        return launch(plan, banned)
+
+    engine.loop.runner.launch = recorded
+    generate(engine, [prompts[5]], min_tokens=8)
+    assert len(orders) >= 8 and all(order.graph for order in orders)
 
 
 def test_log_probabilities_are_those_of_the_logits(folder, references, prompts):

@@ -111,15 +111,22 @@ def test_info_is_what_the_engine_says(engine):
     assert info.notes == ("weights: all int4", "a note")
 
 
-def test_together_has_one_release_and_every_piece(engine):
+def test_a_burst_has_one_release_and_every_piece(engine):
     engine.piece = 2
     target, _ = started()
-    answers = send(target)
+    answers = send(target, mode="burst")
     assert {a.sent for a in answers.values()} == {answers[0].scheduled}
     assert [a.status for a in answers.values()] == ["ok"] * 3
     assert answers[0].piece_counts == [2, 1, 1]
     assert (answers[0].output_tokens, answers[0].tokens) == (4, [0, 1, 2, 3])
     assert (answers[0].prompt_tokens, answers[0].cached_tokens) == (2, 3)
+
+
+def test_together_each_is_measured_from_its_own_sending(engine):
+    target, _ = started()
+    answers = send(target)
+    assert len({a.scheduled for a in answers.values()}) == 1
+    assert answers[0].scheduled < answers[0].sent < answers[1].sent < answers[2].sent
 
 
 def test_closed_loop_keeps_one_request_a_stream(engine):

@@ -117,7 +117,8 @@ def wait_for_cells(path, count, process):
 def test_a_stopped_run_keeps_its_cells_and_resumes(tmp_path, how):
     run = tmp_path / "run"
     line, options = command(*SMALL, "--repetitions", "8", "--output", run, cwd=tmp_path)
-    process = subprocess.Popen(line, **options)
+    # a process started in the background of a shell inherits that Ctrl-C is ignored
+    process = subprocess.Popen(line, **options, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     wait_for_cells(run / "cells.csv", 2, process)
     process.send_signal(how)
     process.communicate(timeout=120)

@@ -1,5 +1,7 @@
 """The rules of the verdicts on literal cases."""
 
+from dataclasses import replace
+
 import pytest
 
 from arkbench import formulas, published, verdicts
@@ -277,3 +279,18 @@ def test_rank_correlation():
     assert formulas.rank_correlation([1, 2, 3, 4], [40, 30, 20, 10]) == pytest.approx(-1.0)
     assert formulas.rank_correlation([1, 2, 3], [1, 3, 2]) == pytest.approx(0.5)
     assert formulas.rank_correlation([1, 2, 3], [5, 5, 5]) == 0.0
+
+
+def test_a_shortened_sustained_window_stands_beside_what_rests_on_it():
+    models = published.tests().model_sets["releases"]
+    rows = [
+        row(variant, "sustained", model, "decode-batching", streams=streams, decode_tok_s=speed)
+        for model in models
+        for variant, streams, speed in (("ark-1.0", 12, 100.0), ("ark-2.0", 64, 900.0))
+    ]
+    short = replace(context(rows), sustained_s=10.0)
+    found = {r["id"]: r for r in verdicts.all_verdicts(short)}
+    named = {name for name, r in found.items() if "sustained windows of 10 s (--duration)" in r["reason"]}
+    measured = {name for name, r in found.items() if r["verdict"] != "not run"}
+    assert named and named <= measured
+    assert all("--duration" not in r["reason"] for r in verdicts.all_verdicts(context(rows)))
