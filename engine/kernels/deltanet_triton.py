@@ -217,8 +217,8 @@ def _chunk_of(index, query_start, requests, C: tl.constexpr, REQUESTS: tl.conste
 
 
 @triton.jit
-def _unit_lower_inverse(strict, C: tl.constexpr):
-    """(1 + strict)^-1 of a strictly lower triangular float32 [C, C], by doubling.
+def _unit_lower_inverse(strict, C: tl.constexpr, PRECISION: tl.constexpr):
+    """(1 + strict)^-1 of a strictly lower triangular float32 [C, C], by doubling; PRECISION: of its products.
 
     With X the inverses of the diagonal blocks of a size and M what stands left below them in blocks of twice the size,
     X - X M X are the inverses of the larger blocks. i and j meet in M where the highest bit in which they differ is
@@ -230,7 +230,7 @@ def _unit_lower_inverse(strict, C: tl.constexpr):
     for level in tl.static_range(1, 6):
         if 2**level < C:
             cross = tl.where((differ >> level) == 1, strict, 0.0)
-            x -= tl.dot(tl.dot(x, cross, input_precision="tf32"), x, input_precision="tf32")
+            x -= tl.dot(tl.dot(x, cross, input_precision=PRECISION), x, input_precision=PRECISION)
     return x
 
 
@@ -264,7 +264,9 @@ def chunk_kernel(
         below = i[:, None] > i[None, :]
         decay = tl.exp(tl.where(below, total[:, None] - total[None, :], float("-inf")))
         kk = tl.dot(ks, tl.trans(ks), input_precision="ieee")
-        x = _unit_lower_inverse(kk * decay * b[:, None], C) * b[None, :]
+        # tf32 errs by at most 1e-3 here, whatever the keys: less than the rounding of u and w to bfloat16.
+        precision: tl.constexpr = "ieee" if dtype == tl.float32 else "tf32"
+        x = _unit_lower_inverse(kk * decay * b[:, None], C, precision) * b[None, :]
         us = tl.dot(x.to(dtype), vs, input_precision="ieee")
         ws = tl.dot((x * tl.exp(total)[None, :]).to(dtype), ks, input_precision="ieee")
         line = (chunk * VALUE_HEADS + head).to(tl.int64) * C + i
@@ -373,6 +375,33 @@ def step(y: Tensor, spec: DeltaNet, weights: DeltaWeights, batch: Batch, cache: 
 def prefill(y: Tensor, spec: DeltaNet, weights: DeltaWeights, batch: Batch, cache: StateCache) -> Tensor:
     """See `engine.kernels.deltanet.delta_mix`; any number of rows a request."""
     parts, rows = _parts(y)
+    requests, heads, dk, dv = batch.state_slots.shape[0], spec.value_heads, spec.key_dim, spec.value_dim
+    bound = triton.next_power_of_2(requests)
+    # One more than the chunks there can be, so that a program is left for every chunk of rows of no request.
+    chunks = rows // CHUNK + requests + 1
+    qk, u, w, totals = _solved_chunks(y, spec, weights, batch, cache, chunks)
+    q, k = qk, qk[:, spec.key_heads :]
+    before, out = qk.new_empty(chunks, heads, dk, dv), qk.new_empty(rows, heads * dv)
+    block_v = min(STATE_COLUMNS, dv)
+    state_kernel[(requests, heads, dv // block_v)](
+        k, u, w, totals, batch.query_start, batch.positions, batch.state_slots, cache.state, before, requests,
+        *_heads(spec), block_v, CHUNK, bound, num_warps=4, num_stages=STATE_STAGES,
+    )  # fmt: skip
+    output_kernel[(chunks, heads)](
+        q, k, u, totals, before, y, weights.norm, batch.query_start, out, rows, requests, rows * row_width(spec),
+        weights.eps, *_heads(spec), CHUNK, row_width(spec), channels(spec), parts, bound, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def _solved_chunks(
+    y: Tensor, spec: DeltaNet, weights: DeltaWeights, batch: Batch, cache: StateCache, chunks: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """All that needs no state: qk [rows, 2 * key_heads, DK], and u, w, totals as chunk_kernel leaves them.
+
+    Keeps the last columns of the convolution in the cache.
+    """
+    parts, rows = _parts(y)
     size, width, columns = rows * row_width(spec), row_width(spec), channels(spec)
     requests, dtype = batch.state_slots.shape[0], cache.conv.dtype
     bound = triton.next_power_of_2(requests)
@@ -381,12 +410,8 @@ def prefill(y: Tensor, spec: DeltaNet, weights: DeltaWeights, batch: Batch, cach
     def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=y.device)
 
-    # One more than the chunks there can be, so that a program is left for every chunk of rows of no request.
-    chunks = rows // CHUNK + requests + 1
     qk, v = empty(rows, 2 * spec.key_heads, dk), empty(rows, heads, dv)
-    q, k = qk, qk[:, spec.key_heads :]
     u, w = empty(chunks, heads, CHUNK, dv), empty(chunks, heads, CHUNK, dk)
-    before, out = empty(chunks, heads, dk, dv), empty(rows, heads * dv)
     beta, g, totals = (empty(n, heads, dtype=torch.float32) for n in (rows, rows, chunks * CHUNK))
     blocks = triton.cdiv(rows, BLOCK_TOKENS)
     gates_kernel[(blocks,)](
@@ -404,18 +429,10 @@ def prefill(y: Tensor, spec: DeltaNet, weights: DeltaWeights, batch: Batch, cach
         width, columns, spec.conv, parts, 1024, num_warps=4,
     )  # fmt: skip
     chunk_kernel[(chunks, heads)](
-        k, v, beta, g, batch.query_start, u, w, totals, requests, *_heads(spec), CHUNK, bound, num_warps=4,
+        qk[:, spec.key_heads :], v, beta, g, batch.query_start, u, w, totals, requests, *_heads(spec), CHUNK, bound,
+        num_warps=4,
     )  # fmt: skip
-    block_v = min(STATE_COLUMNS, dv)
-    state_kernel[(requests, heads, dv // block_v)](
-        k, u, w, totals, batch.query_start, batch.positions, batch.state_slots, cache.state, before, requests,
-        *_heads(spec), block_v, CHUNK, bound, num_warps=4, num_stages=STATE_STAGES,
-    )  # fmt: skip
-    output_kernel[(chunks, heads)](
-        q, k, u, totals, before, y, weights.norm, batch.query_start, out, rows, requests, size, weights.eps,
-        *_heads(spec), CHUNK, width, columns, parts, bound, num_warps=4,
-    )  # fmt: skip
-    return out
+    return qk, u, w, totals
 
 
 def _parts(y: Tensor) -> tuple[int, int]:

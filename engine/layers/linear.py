@@ -81,10 +81,10 @@ class Linear:
 def unpack_ahead(layers: Iterable[Any], dtype: torch.dtype, device: torch.device) -> None:
     """Gives the 4-bit linear layers among `layers`, which are in the order of their products, their places.
 
-    All of them must be given the same rows of a step.
+    All of them must be given the same rows of a step, on a GPU.
     """
     linears = [layer for layer in layers if isinstance(layer, Linear) and isinstance(layer.weight, QuantWeight)]
-    if device.type != "cuda" or not linears:
+    if not linears:
         return
     ahead = Ahead([linear.weight for linear in linears], dtype, device)
     for index, linear in enumerate(linears):

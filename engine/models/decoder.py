@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.batch import Batch, LayerCache, StateCache
 from engine.config import LayerSpec
 from engine.layers.build import Build, FfnLayer, MixerLayer, build_ffn, build_mixer
-from engine.layers.linear import Kernels, Linear, unpack_ahead
+from engine.layers.linear import Kernels, Linear
 from engine.layers.norm import RmsNorm
 
 EMBEDDING = "model.embed_tokens"
@@ -59,7 +59,6 @@ class Decoder:
         tied_here = self.is_last and config.tied_embeddings
         self.embedding = build.source.tensor(f"{EMBEDDING}.weight", table_shape) if self.is_first else None
         self.layers = [DecoderLayer.build(config.layers[i], build, i) for i in range(self.first, self.last)]
-        unpack_ahead(build.linears.values(), build.dtype, build.device)
         self.norm = build.norm("model.norm", config.hidden) if self.is_last else None
         head_name = EMBEDDING if tied_here else HEAD
         self.head: Linear | None = build.linear([head_name], [config.vocab], config.hidden) if self.is_last else None

@@ -40,7 +40,7 @@ def test_cudnn_sees_few_lengths_none_much_longer():
     assert [library.padded_length(n) for n in (1, 128, 1000, 1024, 1025, 2048, 2049, 5000, 8192, 8193)] == [
         128, 128, 1024, 1024, 1152, 2048, 2304, 5120, 8192, 9216,
     ]  # fmt: skip
-    lengths = range(2048, 8193)
+    lengths = range(min(rule.rows for rule in library.RULES.values()), 8193)
     assert len({library.padded_length(n) for n in lengths}) == 17
     assert all(n <= library.padded_length(n) <= n * 9 / 8 + 1 for n in lengths)
 
@@ -58,10 +58,10 @@ def gpu_with_both(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 
-def piece(rows, length, requests=1, dtype=torch.bfloat16, page=64):
+def piece(rows, length, requests=1, dtype=torch.bfloat16, page=64, dim=128):
     batch, _ = make_batch([rows] * requests, [length] * requests, page)
-    cache = LayerCache(*(torch.empty(1, 8, page, 128, dtype=dtype) for _ in range(2)))
-    return torch.empty(rows * requests, 32, 128, dtype=torch.bfloat16), cache, batch
+    cache = LayerCache(*(torch.empty(1, 8, page, dim, dtype=dtype) for _ in range(2)))
+    return torch.empty(rows * requests, 32, dim, dtype=torch.bfloat16), cache, batch
 
 
 def test_who_goes_to_the_library(gpu_with_both, monkeypatch):
@@ -69,6 +69,8 @@ def test_who_goes_to_the_library(gpu_with_both, monkeypatch):
     assert library.library_backend(*piece(rows, rows), None, None) == "cudnn"
     assert library.library_backend(*piece(rows, 4 * rows), None, None) == "flash"
     assert library.library_backend(*piece(rows - 1, rows - 1), None, None) is None
+    assert library.library_backend(*piece(2048, 2048, dim=64), None, None) is None
+    assert library.library_backend(*piece(4096, 4096, dim=64), None, None) == "cudnn"
     assert library.library_backend(*piece(rows, rows, requests=2), None, None) is None
     assert library.library_backend(*piece(rows, rows, dtype=torch.int8), None, None) is None
     assert library.library_backend(*piece(rows, rows, dtype=torch.float16), None, None) is None
