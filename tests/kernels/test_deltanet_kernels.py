@@ -21,7 +21,7 @@ SLOTS = 5
 @triton.jit
 def inverse_kernel(strict, out, C: tl.constexpr):
     at = tl.arange(0, C)[:, None] * C + tl.arange(0, C)[None, :]
-    tl.store(out + at, deltanet_triton._unit_lower_inverse(tl.load(strict + at), C, "tf32"))
+    tl.store(out + at, deltanet_triton._unit_lower_inverse(tl.load(strict + at), C))
 
 
 def make_weights(seed: int = 0, spec: DeltaNet = SPEC) -> deltanet.DeltaWeights:
