@@ -24,15 +24,14 @@ GATHERED_BYTES = 1 << 29
 @dataclass(frozen=True)
 class Rule:
     """rows: of the shortest piece for which the library is faster. first: the backend, "cudnn" or "flash", for a piece
-    that begins its prompt, the other one where a GPU has no such. continued: whether later pieces go to flash
-    attention too (cuDNN's causal mask begins at the first key)."""
+    that begins its prompt, the other one where a GPU has no such. Later pieces go to flash attention: cuDNN's causal
+    mask begins at the first key."""
 
     rows: int
     first: str
-    continued: bool
 
 
-RULES = {64: Rule(4096, "cudnn", True), 128: Rule(2048, "cudnn", True), 256: Rule(2048, "cudnn", True)}
+RULES = {64: Rule(4096, "cudnn"), 128: Rule(2048, "cudnn"), 256: Rule(2048, "cudnn")}
 """By the largest head dimension that a rule is for. Small models have heads of 64; for them the host's launches are the
 limit at 2,048 rows, and PyTorch's calls cost the host more than ours."""
 
@@ -62,7 +61,7 @@ def library_backend(q: Tensor, cache: LayerCache, batch: Batch, window: int | No
         return None
     if torch.cuda.is_current_stream_capturing():
         return None
-    wanted = _in_order(rule.first) if batch.max_kv == q.shape[0] else ("flash",) if rule.continued else ()
+    wanted = _in_order(rule.first) if batch.max_kv == q.shape[0] else ("flash",)
     heads = q.shape[1], cache.k.shape[1]
     return next((name for name in wanted if supported(name, *heads, q.shape[2], q.dtype, q.device)), None)
 

@@ -14,7 +14,7 @@ from engine.graphs import buckets_up_to
 from engine.inputs import StepInputs, StepShape
 from engine.kernels import w4_cpu
 from engine.layers.linear import Linear
-from engine.memory import largest_matrix, model_weights, plan_memory
+from engine.memory import MemoryPlan, largest_matrix, model_weights, plan_memory
 from engine.models import catalogue_entries, model_config
 from engine.order import fill, plan_shape
 from engine.pages import PagePool
@@ -156,6 +156,18 @@ def test_unpacked_matrices_are_held_where_the_cache_hardly_misses_them():
     dense = replace(config, switches=Switches(weights_dtype="bf16"))
     assert not plan_memory(model, dense, torch.bfloat16, 200 * gib).ahead
     assert not plan_memory(model, replace(config, device="cpu"), torch.bfloat16, 200 * gib).ahead
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_all_but_the_head_is_unpacked_ahead_where_the_plan_has_room(ahead, checkpoints, monkeypatch):
+    given = []
+    monkeypatch.setattr("engine.assemble.unpack_ahead", lambda layers, dtype, device: given.append(layers))
+    monkeypatch.setattr("engine.assemble.plan_memory", lambda *_: MemoryPlan(0, 0, 0, 8, ahead))
+    config = EngineConfig("", weights=str(checkpoints["llama"]), max_streams=1, max_model_len=64)
+    decoder = Engine.load(config).stage.decoder
+    linears = list(decoder.linears.values())
+    assert linears[-1] is decoder.head
+    assert given == ([linears[:-1]] if ahead else [])
 
 
 @pytest.mark.parametrize(
