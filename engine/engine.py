@@ -123,7 +123,10 @@ class Engine:
         return len(self.scheduler.running), len(self.scheduler.waiting)
 
     def step(self) -> list[TokenEvent]:
-        """One scheduling iteration; blocks until the oldest step in flight is over. Empty when it made no token."""
+        """One scheduling iteration: waits for the oldest step in flight, briefly where another could be launched.
+
+        Empty when no token came of it; new requests are taken up by the next call.
+        """
         events, self._events = self._events, []
         done = self.loop.advance()
         if done is not None:

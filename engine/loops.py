@@ -13,6 +13,7 @@ until it is over.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -20,6 +21,11 @@ from typing import Literal, Protocol
 from engine.request import SamplingParams
 from engine.sampler import TokenLogprobs
 from engine.scheduler import Outcome, Scheduler, StepPlan
+
+PATIENCE_S = 0.002
+"""How long a loop with room for more steps waits for the oldest one before it looks for new requests."""
+
+POLL_S = 100e-6
 
 
 class Result(Protocol):
@@ -69,20 +75,35 @@ class Loop:
     _flying: deque[Result] = field(default_factory=deque)
 
     def advance(self) -> StepOutcomes | None:
-        """Launches what can be launched, then waits for the oldest step; None when nothing is in flight."""
+        """Launches what can be launched, then waits for the oldest step.
+
+        None when nothing is in flight, or when there is room for another step and the oldest is not over within
+        `PATIENCE_S`: a request that comes meanwhile must not wait for it.
+        """
         self.runner.resident = self.kind == "inverted"
-        while len(self._flying) < steps_ahead(self.kind, self.stages):
+        while self._has_room():
             plan = self.scheduler.plan()
             if plan is None:
                 break
             self._flying.append(self.runner.launch(plan, self._banned(plan)))
             if self._flying[0].ready():
                 break
-        if not self._flying:
+        if not self._flying or (self._has_room() and not self._is_over(self._flying[0])):
             return None
         result = self._flying.popleft()
         tokens = result.wait()
         return StepOutcomes(self.scheduler.complete(result.plan, tokens), result.logprobs)
+
+    def _has_room(self) -> bool:
+        return len(self._flying) < steps_ahead(self.kind, self.stages)
+
+    def _is_over(self, step: Result) -> bool:
+        give_up = time.monotonic() + PATIENCE_S
+        while not step.ready():
+            if time.monotonic() > give_up:
+                return False
+            time.sleep(POLL_S)
+        return True
 
     def drain(self) -> None:
         """Waits for the steps in flight, so that what they held back is free; for when no request is left."""

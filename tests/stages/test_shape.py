@@ -90,6 +90,20 @@ def test_pieces_fill_the_stages(stages, prompts, pieces):
     assert ideal * 0.99 < took < ideal * 1.05
 
 
+def test_a_request_that_comes_during_a_step_does_not_wait_for_its_end():
+    runner = SleepingStages(2, 0.1)
+    scheduler = Scheduler(PagePool(1000), 64, 8, 4096, PIECE, Switches(), stages=2)
+    loop = Loop("inverted", scheduler, runner, 2)
+    scheduler.add(Request("early", [1] * PIECE, SamplingParams(max_tokens=1, ignore_eos=True)), 0)
+    assert loop.advance() is None
+    scheduler.add(Request("late", [1] * PIECE, SamplingParams(max_tokens=1, ignore_eos=True)), 0)
+    done = loop.advance()
+    assert [outcome.track.request.id for outcome in done.outcomes] == ["early"]
+    assert [(track.request.id, track.in_flight) for track in scheduler.running] == [("late", 1)]
+    while scheduler.has_work():
+        loop.advance()
+
+
 def test_sequential_pieces_wait_for_the_last_stage():
     _, log = read(3, 2, 2 * PIECE, 0.002, prefill="sequential")
     assert log == [(stage, step) for step in range(4) for stage in range(3)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import random
 
 import pytest
@@ -17,7 +16,7 @@ from tests.engine.helpers import generate, prompt_of
 
 LENGTHS = (1, 3, 16, 17, 40, 65)
 FAMILIES = {"qwen3": {"num_hidden_layers": 4}, "qwen3_moe": {"num_hidden_layers": 4}, "qwen3_5": {}}
-SOAK_REQUESTS = int(os.environ.get("ARKBENCH_SOAK_REQUESTS", "120"))
+SOAK_REQUESTS = 2000
 
 MODES = [
     {"loop": loop, "prefill": prefill, "prefill_batching": batching}
