@@ -128,6 +128,9 @@ def _weights_a_round(launch: Launch) -> int | None:
     """Weights that a program of a 4-bit product takes in one round of its main loop."""
     if "GROUP_TILES" in launch.meta:
         return launch.meta["BN"] * 64 * launch.meta["GROUP_TILES"]
+    if launch.kernel.__name__ in ("few_gate_up_kernel", "few_down_kernel"):
+        matrices = 2 if launch.kernel.__name__ == "few_gate_up_kernel" else 1
+        return matrices * launch.meta["R"] * 64 * launch.meta["T"]
     return 64 * 64 if launch.kernel.__name__ in ("w4_dot_kernel", "w4_gemv_kernel") else None
 
 

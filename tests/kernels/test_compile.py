@@ -33,6 +33,10 @@ def test_unpacking_stays_short():
     for case, bound in most.items():
         kernel = f"{case} / w4_{case.split()[1]}_kernel"
         assert 1.5 < record[kernel]["sm_90"]["loop_per_weight"] < bound
+    for product in ("gate_up", "down"):
+        figures = record[f"experts qwen3.6 1 / few_{product}_kernel"]["sm_90"]
+        assert 1.5 < figures["loop_per_weight"] < 2.6
+        assert figures["registers"] <= 128, "four programs must fit a multiprocessor"
 
 
 def test_every_record_is_clean():
