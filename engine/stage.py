@@ -15,7 +15,8 @@ from engine.cache import Cache
 from engine.graphs import Graphs, GraphShapes, longest_prompt
 from engine.inputs import StepInputs
 from engine.kernels._launch import whole
-from engine.kernels.sample import sample
+from engine.kernels.sample import TokenPlaces, sample
+from engine.kernels.start import start_decode
 from engine.layers.linear import Kernels
 from engine.models.decoder import Decoder
 from engine.order import Banned, StepOrder, make_order
@@ -160,15 +161,16 @@ class Stage:
 
         `pooled`: the tokens are in the token pool, not in the inputs.
         """
+        table, slots = self.cache.page_table, inputs.state_slots
         if pooled and self.decoder.is_first:
-            inputs.tokens = self.token_pool.index_select(0, inputs.state_slots)
-        page_table = self.cache.page_table.index_select(0, inputs.state_slots)
+            scale = self.decoder.config.embedding_scale
+            residual, page_table = start_decode(self.token_pool, slots, table, self.decoder.embedding, scale)
+        else:
+            page_table = table.index_select(0, slots)
         batch = inputs.batch(page_table, decode, max_query, max_kv)
         return self.decoder(batch, self.cache.layers, residual)
 
     def choose(self, logits: Tensor, inputs: StepInputs, greedy: bool) -> Tensor:
         """Samples (`greedy`: no row draws); the tokens [S] int32 go into the token pool and into the output ring."""
-        tokens = sample(logits, inputs.sampling(greedy))
-        self.token_pool.index_copy_(0, inputs.sample_slots, tokens)
-        self.down.store(inputs.ring, tokens)
-        return tokens
+        places = TokenPlaces(self.token_pool, inputs.sample_slots, self.down.tokens, inputs.ring)
+        return sample(logits, inputs.sampling(greedy), places)

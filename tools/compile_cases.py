@@ -24,7 +24,8 @@ from engine.kernels.mla_triton import latent_attention, latent_write
 from engine.kernels.moe import Experts, choose_experts_triton, moe_experts_triton
 from engine.kernels.norm import add_rms_norm_triton, rms_norm_triton
 from engine.kernels.rope import projection_width, qk_norm_rope_write_triton
-from engine.kernels.sample import SamplingTensors, sample_triton
+from engine.kernels.sample import SamplingTensors, TokenPlaces, sample_triton
+from engine.kernels.start import start_decode_triton
 from engine.models import model_config
 from engine.quant import QuantExperts, QuantWeight, group_for
 
@@ -87,7 +88,11 @@ def rope(spec: Attention, dtype: torch.dtype, splits: int, rows: int = 16) -> No
 
 def sample(greedy: bool, rows: int = 16) -> None:
     columns = [empty(rows, dtype=d) for d in (torch.float32, torch.int32, torch.float32, torch.int64, torch.int32)]
-    sample_triton(empty(rows, 151936), SamplingTensors(*columns, greedy))
+    places = TokenPlaces(
+        empty(65, dtype=torch.int32), empty(rows, dtype=torch.int64),
+        empty(4, 64, dtype=torch.int32), empty(1, dtype=torch.int64),
+    )  # fmt: skip
+    sample_triton(empty(rows, 151936), SamplingTensors(*columns, greedy), places)
 
 
 def partials(splits: int, rows: int, width: int) -> Tensor:
@@ -185,6 +190,13 @@ CASES: dict[str, Callable[[], object]] = {
     "gather pages qwen3": lambda: gather(QWEN3),
     "gather pages qwen3.5": lambda: gather(QWEN3_5),
     "prefill gpt-oss": lambda: prefill(GPT_OSS, BF16),
+    "start decode": lambda: start_decode_triton(
+        empty(65, dtype=torch.int32),
+        empty(16, dtype=torch.int32),
+        empty(65, 640, dtype=torch.int32),
+        empty(151936, 5120),
+        2.0,
+    ),
     "sample": lambda: sample(False),
     "sample greedy": lambda: sample(True),
     "router qwen3.6 1": lambda: router("Qwen3.6-35B-A3B", 1),

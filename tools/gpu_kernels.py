@@ -22,7 +22,17 @@ from torch import Tensor
 
 from engine.batch import Batch, LayerCache
 from engine.config import Attention, Rope
-from engine.kernels import activation, attention_decode, attention_library, attention_prefill, bench, norm, rope, sample
+from engine.kernels import (
+    activation,
+    attention_decode,
+    attention_library,
+    attention_prefill,
+    bench,
+    norm,
+    rope,
+    sample,
+    start,
+)
 from engine.kernels._launch import capability, launch_options
 from engine.kernels.bench import BF16, DEVICE, FP8, INT8, make_batch, make_cache, random
 
@@ -169,6 +179,28 @@ def sample_cases() -> Iterator[Case]:
 
         checked = check if rows == 1 or kind == "top-p" else None
         yield Case(f"sample {rows} x 248320 {kind}", rows * 248320 * 4, make, checked)
+
+
+def start_cases() -> Iterator[Case]:
+    vocab, hidden, pages, slots = 151936, 5120, 640, 65
+    embedding = random(vocab, hidden)
+    for rows in (1, 64):
+
+        def inputs(i: int, rows=rows) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
+            pool = torch.randint(0, vocab, (slots,), dtype=torch.int32, device=DEVICE)
+            table = torch.randint(0, 4096, (slots, pages), dtype=torch.int32, device=DEVICE)
+            return pool, torch.arange(i % 2, i % 2 + rows, device=DEVICE).int(), table, embedding, 1.5
+
+        def make(i: int, inputs=inputs) -> Callable[[], object]:
+            arguments = inputs(i)
+            return lambda: start.start_decode(*arguments)
+
+        def check(inputs=inputs) -> float:
+            arguments = inputs(1)
+            pairs = zip(start.start_decode(*arguments), start.start_decode_reference(*arguments), strict=True)
+            return 0.0 if all(torch.equal(ours, theirs) for ours, theirs in pairs) else float("inf")
+
+        yield Case(f"start_decode {rows} x {hidden}, {pages} pages", rows * (4 * hidden + 8 * pages), make, check)
 
 
 # ---------------------------------------------------------------------------------------------------- attention
@@ -368,7 +400,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.manual_seed(0)
-    cases = itertools.chain(norm_cases(), activation_cases(), rope_cases(), sample_cases(),
+    cases = itertools.chain(norm_cases(), activation_cases(), rope_cases(), sample_cases(), start_cases(),
                             decode_cases(options.tune), prefill_cases(options.tune))  # fmt: skip
     rows = []
     print(f"{'kernel':64} {'error/bound':>11} {'MB':>8} {'us':>9} {'limit us':>9} {'of limit':>8}")

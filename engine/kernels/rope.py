@@ -200,7 +200,8 @@ def qk_norm_rope_write_triton(
     # One warp takes 512 values. With many rows four warps share a program, or too few would fit a multiprocessor.
     warps = 4 if rows >= MANY_ROWS else 1
     per_program = max(1, warps * 512 // power_of_2(dim))
-    blocks = -(-spec.heads // per_program) + -(-spec.kv_heads // per_program)
+    query_blocks, key_blocks = -(-spec.heads // per_program), -(-spec.kv_heads // per_program)
+    blocks = (2 if spec.output_gate else 1) * query_blocks + 2 * key_blocks
     half = spec.rope.rotary_dim // 2
     launch(
         qk_norm_rope_write_kernel, (rows, blocks),
