@@ -12,6 +12,7 @@ import torch
 from engine.cache import Cache, stored_dtype
 from engine.config import EngineConfig, EngineError, ModelConfig
 from engine.layers.build import Build
+from engine.layers.linear import unpack_ahead
 from engine.loops import steps_ahead
 from engine.memory import free_memory, plan_memory, snapshot_slots
 from engine.models.decoder import EMBEDDING, HEAD, Decoder, weight_bytes
@@ -95,9 +96,13 @@ def assemble(config: EngineConfig, place: Place) -> Assembled:
     with clock.part("open"):
         opened = open_weights(config, device, dtype)
     layers = stage_layers(opened.model, config.stages)[place.rank]
-    pages = place.agree(plan_memory(opened.model, config, dtype, place.free, layers).pages)
+    plan = plan_memory(opened.model, config, dtype, place.free, layers)
+    pages = place.agree(plan.pages)
     with clock.part("weights"), torch.inference_mode():
         decoder = _decoder(config, opened.model, opened.source, device, dtype, layers)
+        if plan.ahead:
+            # The head multiplies the sampled rows alone.
+            unpack_ahead([x for x in decoder.linears.values() if x is not decoder.head], dtype, device)
     with clock.part("cache"):
         stage = _stage(config, decoder, pages, device, dtype)
     with clock.part("graphs"):

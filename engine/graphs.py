@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from engine.config import Attention, DenseFfn, ModelConfig
 from engine.inputs import StepInputs, StepShape
+from engine.layers.linear import Kernels
+from engine.memory import model_weights
 from engine.scheduler import StepPlan
 
 if TYPE_CHECKING:
@@ -20,7 +23,13 @@ if TYPE_CHECKING:
     from engine.stage import Stage
 
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
-PROMPT_BUCKETS = (64, 128, 256, 512)
+PROMPT_BUCKETS = (64, 128, 256, 512, 768, 1024)
+LONGEST_PROMPT = 512
+"""Most tokens of a captured prompt step. Padding them up to a bucket costs more than launches, but for small models."""
+
+SMALL_MODEL, LONGEST_OF_SMALL = 3e9, 1024
+"""Weights below which a model is small: 1,024 tokens are read in less time than the host takes to launch that."""
+
 PROMPTS_TOGETHER = 8
 """Most prompts in a captured prompt step."""
 
@@ -40,10 +49,10 @@ class GraphShapes:
     prompt: tuple[StepShape, ...]
 
     @staticmethod
-    def of(max_streams: int, max_model_len: int, prompts: bool) -> GraphShapes:
-        """`prompts`: short prompts too."""
+    def of(max_streams: int, max_model_len: int, longest_prompt: int) -> GraphShapes:
+        """`longest_prompt`: most tokens of a captured prompt step, 0 for none."""
         together = min(PROMPTS_TOGETHER, max_streams)
-        lengths = [n for n in PROMPT_BUCKETS if prompts and n <= max_model_len]
+        lengths = [n for n in PROMPT_BUCKETS if n <= min(longest_prompt, max_model_len)]
         return GraphShapes(
             tuple(StepShape(n, n, n) for n in buckets_up_to(max_streams)),
             tuple(StepShape(n, together, together) for n in lengths),
@@ -61,6 +70,18 @@ class GraphShapes:
         if not all(piece.samples for piece in plan.pieces):
             return None
         return next((s for s in self.prompt if s.rows >= rows and s.requests >= requests), None)
+
+
+def longest_prompt(config: ModelConfig, kernels: Kernels) -> int:
+    """Most tokens of a prompt step that is captured for the model; 0 where none can be, or where it would not pay.
+
+    A captured prompt step has rows of no request, which attention and dense layers alone take. The standard kernels
+    unpack whole matrices: there the GPU is the limit, not the host's launches.
+    """
+    plain = all(isinstance(layer.mixer, Attention) and isinstance(layer.ffn, DenseFfn) for layer in config.layers)
+    if kernels != "fused" or not plain:
+        return 0
+    return LONGEST_OF_SMALL if model_weights(config)[0] < SMALL_MODEL else LONGEST_PROMPT
 
 
 @dataclass

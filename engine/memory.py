@@ -26,6 +26,9 @@ SHARED_SNAPSHOTS = 8
 WORKSPACE = 1 << 30
 CPU_WORKSPACE = 256 << 20
 BYTES_PER_4BIT_WEIGHT = 0.5 + 2 / 128
+CACHE_TO_AHEAD = 15
+"""Two unpacked matrices are held where the cache still gets that many times their bytes."""
+
 _BYTES = {"bf16": 2.0, "fp16": 2.0, "fp32": 4.0}
 
 
@@ -54,6 +57,25 @@ def ffn_weights(ffn: Ffn, hidden: int) -> int:
     return hidden * (3 * (ffn.experts * ffn.intermediate + ffn.shared) + ffn.experts) + shared_gate
 
 
+def largest_matrix(config: ModelConfig) -> int:
+    """Elements of the largest matrix that prompts of many rows unpack (experts are never unpacked whole)."""
+    hidden = config.hidden
+
+    def mixer(spec: Mixer) -> int:
+        if isinstance(spec, Attention):
+            return hidden * spec.head_dim * (spec.heads * (2 if spec.output_gate else 1) + 2 * spec.kv_heads)
+        if isinstance(spec, DeltaNet):
+            return hidden * 2 * (spec.key_heads * spec.key_dim + spec.value_heads * (spec.value_dim + 1))
+        down = hidden * (spec.q_rank + spec.kv_rank + spec.rope_dim)
+        up = spec.q_rank * spec.heads * (spec.nope_dim + spec.rope_dim)
+        return max(down, up, spec.heads * spec.value_dim * hidden)
+
+    def ffn(spec: Ffn) -> int:
+        return hidden * (2 * spec.intermediate if isinstance(spec, DenseFfn) else spec.shared)
+
+    return max(max(mixer(spec.mixer), ffn(spec.ffn)) for spec in config.layers)
+
+
 def model_weights(config: ModelConfig) -> tuple[int, int]:
     """(elements of the matrices a step multiplies by, output head included; elements of the embedding table)."""
     layers = sum(
@@ -65,12 +87,14 @@ def model_weights(config: ModelConfig) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes, and the pages that the cache gets (the null page counted)."""
+    """Bytes, and the pages that the cache gets (the null page counted). `ahead`: whether two unpacked matrices of long
+    prompts are held as well (engine/kernels/w4_ahead.py)."""
 
     weights: int
     state: int
     cache: int
     pages: int
+    ahead: bool = False
 
 
 def free_memory(device: torch.device) -> int | None:
@@ -115,14 +139,18 @@ def plan_memory(
     wanted = _wanted_pages(config)
     if free is None or page_bytes == 0:
         return MemoryPlan(weights, state, wanted * page_bytes, wanted)
-    workspace = WORKSPACE if config.device.startswith("cuda") else CPU_WORKSPACE
+    on_gpu = config.device.startswith("cuda")
+    workspace = WORKSPACE if on_gpu else CPU_WORKSPACE
     room = free - weights - state - workspace
-    affordable = room // page_bytes
     needed = wanted if config.cache_tokens is not None else longest + 1
+    unpacked = 2 * largest_matrix(model) * activations.itemsize
+    ahead = on_gpu and config.switches.weights_dtype == "int4"
+    ahead = ahead and room - unpacked >= max(needed * page_bytes, CACHE_TO_AHEAD * unpacked)
+    affordable = (room - unpacked if ahead else room) // page_bytes
     if affordable < needed:
         raise EngineError(_does_not_fit(model, config, weights, state, needed * page_bytes, workspace, free))
     pages = min(wanted, affordable)
-    return MemoryPlan(weights, state, pages * page_bytes, pages)
+    return MemoryPlan(weights, state, pages * page_bytes, pages, ahead)
 
 
 def snapshot_slots(model: ModelConfig, config: EngineConfig) -> int:

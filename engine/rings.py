@@ -54,10 +54,6 @@ class DownRing:
             self._written = [torch.cuda.Event() for _ in range(depth)]
             self._arrived = [torch.cuda.Event() for _ in range(depth)]
 
-    def store(self, row: Tensor, tokens: Tensor) -> None:
-        """On the device: puts tokens [S] int32 at the start of row `row` (int64 [1])."""
-        self.tokens[:, : tokens.shape[0]].index_copy_(0, row, tokens[None])
-
     def fetch(self, row: int) -> None:
         """Starts the copy of a row to the host."""
         if not self.on_gpu:

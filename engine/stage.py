@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from engine.cache import Cache
-from engine.config import Attention, DenseFfn, LayerSpec
-from engine.graphs import Graphs, GraphShapes
+from engine.graphs import Graphs, GraphShapes, longest_prompt
 from engine.inputs import StepInputs
 from engine.kernels._launch import whole
-from engine.kernels.sample import sample
+from engine.kernels.sample import TokenPlaces, sample
+from engine.kernels.start import start_decode
 from engine.layers.linear import Kernels
 from engine.models.decoder import Decoder
 from engine.order import Banned, StepOrder, make_order
@@ -78,9 +78,8 @@ class Stage:
     def capture(self, kernels: Kernels) -> None:
         """Captures the steps that are replayed; those of each kind of kernels are kept."""
         if kernels not in self._graphs_by_kernels:
-            # The standard kernels unpack whole matrices: there the GPU is the limit, not the host's launches.
-            prompts = kernels == "fused" and all(plain_layer(layer) for layer in self.decoder.config.layers)
-            shapes = GraphShapes.of(self.max_streams, self.max_model_len, prompts)
+            longest = longest_prompt(self.decoder.config, kernels)
+            shapes = GraphShapes.of(self.max_streams, self.max_model_len, longest)
             self._graphs_by_kernels[kernels] = Graphs(self, shapes)
         self.graphs = self._graphs_by_kernels[kernels]
 
@@ -162,20 +161,16 @@ class Stage:
 
         `pooled`: the tokens are in the token pool, not in the inputs.
         """
+        table, slots = self.cache.page_table, inputs.state_slots
         if pooled and self.decoder.is_first:
-            inputs.tokens = self.token_pool.index_select(0, inputs.state_slots)
-        page_table = self.cache.page_table.index_select(0, inputs.state_slots)
+            scale = self.decoder.config.embedding_scale
+            residual, page_table = start_decode(self.token_pool, slots, table, self.decoder.embedding, scale)
+        else:
+            page_table = table.index_select(0, slots)
         batch = inputs.batch(page_table, decode, max_query, max_kv)
         return self.decoder(batch, self.cache.layers, residual)
 
     def choose(self, logits: Tensor, inputs: StepInputs, greedy: bool) -> Tensor:
         """Samples (`greedy`: no row draws); the tokens [S] int32 go into the token pool and into the output ring."""
-        tokens = sample(logits, inputs.sampling(greedy))
-        self.token_pool.index_copy_(0, inputs.sample_slots, tokens)
-        self.down.store(inputs.ring, tokens)
-        return tokens
-
-
-def plain_layer(layer: LayerSpec) -> bool:
-    """Whether a layer takes rows of no request, which pad a captured prompt step."""
-    return isinstance(layer.mixer, Attention) and isinstance(layer.ffn, DenseFfn)
+        places = TokenPlaces(self.token_pool, inputs.sample_slots, self.down.tokens, inputs.ring)
+        return sample(logits, inputs.sampling(greedy), places)

@@ -15,15 +15,17 @@ from engine.config import Attention, DeltaNet, LatentAttention, Rope
 from engine.kernels import w4
 from engine.kernels.activation import clamped_swiglu_triton, silu_mul_triton
 from engine.kernels.attention_decode import decode_attention_gluon, decode_attention_triton
+from engine.kernels.attention_library import gather_pages_triton
 from engine.kernels.attention_prefill import prefill_attention_triton
 from engine.kernels.deltanet import DeltaWeights, channels, row_width
 from engine.kernels.deltanet_triton import prefill as delta_prefill
 from engine.kernels.deltanet_triton import step
 from engine.kernels.mla_triton import latent_attention, latent_write
-from engine.kernels.moe import Experts, moe_experts_triton
+from engine.kernels.moe import Experts, choose_experts_triton, moe_experts_triton
 from engine.kernels.norm import add_rms_norm_triton, rms_norm_triton
 from engine.kernels.rope import projection_width, qk_norm_rope_write_triton
-from engine.kernels.sample import SamplingTensors, sample_triton
+from engine.kernels.sample import SamplingTensors, TokenPlaces, sample_triton
+from engine.kernels.start import start_decode_triton
 from engine.models import model_config
 from engine.quant import QuantExperts, QuantWeight, group_for
 
@@ -71,6 +73,10 @@ def prefill(spec: Attention, dtype: torch.dtype, rows: int = 2048, requests: int
     prefill_attention_triton(q, cache(spec, dtype), batch(rows, requests), spec.scale, spec.window, sinks)
 
 
+def gather(spec: Attention) -> None:
+    gather_pages_triton(cache(spec, BF16), empty(32, dtype=torch.int32), 2000, 2048)
+
+
 def rope(spec: Attention, dtype: torch.dtype, splits: int, rows: int = 16) -> None:
     width = projection_width(spec)
     weights = [empty(spec.head_dim) if spec.qk_norm else None for _ in range(2)]
@@ -80,9 +86,13 @@ def rope(spec: Attention, dtype: torch.dtype, splits: int, rows: int = 16) -> No
     qk_norm_rope_write_triton(y, spec, *weights, bias, 1e-6, False, table, batch(rows, rows), cache(spec, dtype))
 
 
-def sample(greedy: bool) -> None:
-    columns = [empty(16, dtype=d) for d in (torch.float32, torch.int32, torch.float32, torch.int64, torch.int32)]
-    sample_triton(empty(16, 151936), SamplingTensors(*columns, greedy))
+def sample(greedy: bool, rows: int = 16) -> None:
+    columns = [empty(rows, dtype=d) for d in (torch.float32, torch.int32, torch.float32, torch.int64, torch.int32)]
+    places = TokenPlaces(
+        empty(65, dtype=torch.int32), empty(rows, dtype=torch.int64),
+        empty(4, 64, dtype=torch.int32), empty(1, dtype=torch.int64),
+    )  # fmt: skip
+    sample_triton(empty(rows, 151936), SamplingTensors(*columns, greedy), places)
 
 
 def partials(splits: int, rows: int, width: int) -> Tensor:
@@ -105,6 +115,23 @@ def experts(name: str, tokens: int) -> None:
     slots = spec.top_k + (spec.shared > 0)
     ids = empty(tokens, slots, dtype=torch.int32)
     moe_experts_triton(empty(tokens, hidden), ids, empty(tokens, slots, dtype=torch.float32), weights, spec)
+
+
+def dense_experts(name: str, tokens: int) -> None:
+    spec, hidden = model_config(name).layers[-1].ffn, model_config(name).hidden
+    weights = Experts(
+        empty(spec.experts, 2 * spec.intermediate, hidden), empty(spec.experts, hidden, spec.intermediate)
+    )
+    ids = empty(tokens, spec.top_k, dtype=torch.int32)
+    moe_experts_triton(empty(tokens, hidden), ids, empty(tokens, spec.top_k, dtype=torch.float32), weights, spec)
+
+
+def router(name: str, tokens: int) -> None:
+    spec, hidden = model_config(name).layers[-1].ffn, model_config(name).hidden
+    bias = empty(spec.experts) if spec.router_bias else None
+    selection = empty(spec.experts, dtype=torch.float32) if spec.selection_bias else None
+    weight = empty(spec.experts + spec.shared_gate, hidden)
+    choose_experts_triton(empty(tokens, hidden), weight, spec, bias, selection, spec.shared > 0)
 
 
 def delta(launch: Callable[..., Tensor], rows: int, requests: int) -> None:
@@ -144,6 +171,7 @@ CASES: dict[str, Callable[[], object]] = {
     "clamped_swiglu": lambda: clamped_swiglu_triton(empty(16, 5760), 7.0, 1.702),
     "rope qwen3": lambda: rope(QWEN3, BF16, 4),
     "rope qwen3.5 int8": lambda: rope(QWEN3_5, INT8, 0),
+    "rope qwen3 2048": lambda: rope(QWEN3, BF16, 0, 2048),
     "rope gpt-oss fp8": lambda: rope(GPT_OSS, FP8, 0),
     "decode qwen3": lambda: decode(QWEN3, BF16),
     "decode qwen3 int8": lambda: decode(QWEN3, INT8),
@@ -159,14 +187,29 @@ CASES: dict[str, Callable[[], object]] = {
     "prefill qwen3": lambda: prefill(QWEN3, BF16),
     "prefill qwen3 int8": lambda: prefill(QWEN3, INT8),
     "prefill qwen3.5": lambda: prefill(QWEN3_5, BF16),
+    "gather pages qwen3": lambda: gather(QWEN3),
+    "gather pages qwen3.5": lambda: gather(QWEN3_5),
     "prefill gpt-oss": lambda: prefill(GPT_OSS, BF16),
+    "start decode": lambda: start_decode_triton(
+        empty(65, dtype=torch.int32),
+        empty(16, dtype=torch.int32),
+        empty(65, 640, dtype=torch.int32),
+        empty(151936, 5120),
+        2.0,
+    ),
     "sample": lambda: sample(False),
     "sample greedy": lambda: sample(True),
+    "router qwen3.6 1": lambda: router("Qwen3.6-35B-A3B", 1),
+    "router gpt-oss 64": lambda: router("gpt-oss-20b", 64),
+    "router glm 2048": lambda: router("GLM-4.7-Flash", 2048),
     "experts qwen3.6 1": lambda: experts("Qwen3.6-35B-A3B", 1),
+    "experts qwen3.5 8": lambda: experts("Qwen3.5-122B-A10B", 8),
     "experts qwen3.6 64": lambda: experts("Qwen3.6-35B-A3B", 64),
     "experts qwen3.6 2048": lambda: experts("Qwen3.6-35B-A3B", 2048),
     "experts gpt-oss 1": lambda: experts("gpt-oss-20b", 1),
     "experts gpt-oss 64": lambda: experts("gpt-oss-20b", 64),
+    "experts dense 1": lambda: dense_experts("Qwen3-Coder-30B", 1),
+    "experts gpt-oss 2048": lambda: experts("gpt-oss-20b", 2048),
     "deltanet step": lambda: delta(step, 16, 16),
     "deltanet prefill": lambda: delta(delta_prefill, 2048, 2),
     "latent decode": lambda: latent(BF16, 16, 16),
@@ -181,6 +224,7 @@ CASES: dict[str, Callable[[], object]] = {
     "one row norm": lambda: add_rms_norm_triton(partials(4, 1, 5120), empty(1, 5120), empty(5120), 1e-6),
     "one row silu_mul": lambda: silu_mul_triton(partials(4, 1, 34816)),
     "one row rope": lambda: rope(QWEN3, BF16, 4, rows=1),
+    "one row sample": lambda: sample(False, rows=1),
     "one row decode": lambda: decode(QWEN3_5, BF16, rows=1),
     "one row decode gluon": lambda: decode_gluon(QWEN3, BF16, rows=1),
     "one row prefill": lambda: prefill(QWEN3, BF16, rows=1, requests=1),

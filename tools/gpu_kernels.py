@@ -22,7 +22,17 @@ from torch import Tensor
 
 from engine.batch import Batch, LayerCache
 from engine.config import Attention, Rope
-from engine.kernels import activation, attention_decode, attention_prefill, bench, norm, rope, sample
+from engine.kernels import (
+    activation,
+    attention_decode,
+    attention_library,
+    attention_prefill,
+    bench,
+    norm,
+    rope,
+    sample,
+    start,
+)
 from engine.kernels._launch import capability, launch_options
 from engine.kernels.bench import BF16, DEVICE, FP8, INT8, make_batch, make_cache, random
 
@@ -171,6 +181,28 @@ def sample_cases() -> Iterator[Case]:
         yield Case(f"sample {rows} x 248320 {kind}", rows * 248320 * 4, make, checked)
 
 
+def start_cases() -> Iterator[Case]:
+    vocab, hidden, pages, slots = 151936, 5120, 640, 65
+    embedding = random(vocab, hidden)
+    for rows in (1, 64):
+
+        def inputs(i: int, rows=rows) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
+            pool = torch.randint(0, vocab, (slots,), dtype=torch.int32, device=DEVICE)
+            table = torch.randint(0, 4096, (slots, pages), dtype=torch.int32, device=DEVICE)
+            return pool, torch.arange(i % 2, i % 2 + rows, device=DEVICE).int(), table, embedding, 1.5
+
+        def make(i: int, inputs=inputs) -> Callable[[], object]:
+            arguments = inputs(i)
+            return lambda: start.start_decode(*arguments)
+
+        def check(inputs=inputs) -> float:
+            arguments = inputs(1)
+            pairs = zip(start.start_decode(*arguments), start.start_decode_reference(*arguments), strict=True)
+            return 0.0 if all(torch.equal(ours, theirs) for ours, theirs in pairs) else float("inf")
+
+        yield Case(f"start_decode {rows} x {hidden}, {pages} pages", rows * (4 * hidden + 8 * pages), make, check)
+
+
 # ---------------------------------------------------------------------------------------------------- attention
 
 
@@ -282,51 +314,81 @@ def decode_variants(
             yield label, partial(attention_decode.decode_attention_triton, config=config, segments=cut)
 
 
+PROMPTS = [(32, 8, 128), (64, 8, 128), (32, 8, 64), (24, 4, 256)]
+PIECES = [(1, 256, 256), (1, 1024, 1024), (1, 2048, 2048), (1, 8192, 8192), (1, 16384, 16384)]
+
+
 def prefill_cases(tune: bool) -> Iterator[Case]:
-    loads = [(1, 1024, 1024), (1, 8192, 8192), (1, 2048, 16384), (16, 512, 512)]
-    for (heads, kv_heads, dim), (requests, query, length), dtype in itertools.product(
-        [(32, 8, 128), (16, 2, 256), (64, 8, 64)], loads, (BF16, FP8)
-    ):
-        if dtype == FP8 and (query, length) != (8192, 8192):
-            continue
-        spec = Attention(heads, kv_heads, dim, Rope(rotary_dim=dim), dim**-0.5)
-        pairs = requests * (query * (length - query) + query * (query + 1) / 2)
-        name = f"prefill {requests} x {query} of {length}, {heads}/{kv_heads}x{dim} {str(dtype)[6:]}"
+    """Prompts from their start in each geometry; for one geometry also later pieces, short prompts and 8-bit pages."""
+    for geometry, load in itertools.product(PROMPTS, PIECES):
+        yield from piece_cases(geometry, load, BF16, tune and load[1] in (2048, 8192))
+    for load in [(1, 2048, 16384), (1, 8192, 16384), (1, 1000, 1000), (1, 2049, 2049), (16, 512, 512)]:
+        yield from piece_cases(PROMPTS[0], load, BF16, False)
+    yield from piece_cases(PROMPTS[0], (1, 8192, 8192), FP8, tune)
 
-        def inputs(spec=spec, requests=requests, query=query, length=length, dtype=dtype) -> tuple:
-            batch, pages = make_batch(query, [length] * requests)
-            cache = make_cache(pages, spec.kv_heads, spec.head_dim, dtype)
-            return random(requests * query, spec.heads, spec.head_dim), cache, batch
 
-        def check(inputs=inputs, spec=spec, requests=requests, query=query, length=length) -> float:
+def piece_cases(
+    geometry: tuple[int, int, int], load: tuple[int, int, int], dtype: torch.dtype, tune: bool
+) -> Iterator[Case]:
+    """`load`: (requests, new tokens, tokens with the context). Our kernel, then PyTorch's over pages and alone."""
+    (heads, kv_heads, dim), (requests, query, length) = geometry, load
+    spec = Attention(heads, kv_heads, dim, Rope(rotary_dim=dim), dim**-0.5)
+    flops = 4 * heads * dim * requests * (query * (length - query) + query * (query + 1) / 2)
+    name = f"prefill {requests} x {query} of {length}, {heads}/{kv_heads}x{dim} {str(dtype)[6:]}"
+
+    def inputs() -> tuple[Tensor, LayerCache, Batch]:
+        batch, pages = make_batch(query, [length] * requests)
+        cache = make_cache(pages, kv_heads, dim, dtype)
+        return random(requests * query, heads, dim), cache, batch
+
+    def case(label: str, run: Callable[..., Tensor], checked: bool) -> Case:
+        def make(_: int) -> Callable[[], Tensor]:
+            arguments = inputs()
+            return lambda: run(*arguments)
+
+        def check() -> float:
             q, cache, batch = inputs()
-            out = attention_prefill.prefill_attention(q, cache, batch, spec.scale)
             picks = [(r, r // query, length - query + r % query + 1) for r in (0, 63, query // 2 + 1, len(q) - 1)]
             expected = dense(q, cache, batch, spec, picks)
-            return error(out[[row for row, _, _ in picks]], expected, 0.006)
+            return error(run(q, cache, batch)[[row for row, _, _ in picks]], expected, 0.006)
 
-        configs = [None]
-        if tune:
-            shapes = itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3, 5))
-            configs += [dict(zip(("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"), s, strict=True)) for s in shapes]
-        for config in configs:
+        return Case(f"{name} {label}".rstrip(), 1, make, check if checked else None, flops=flops)
 
-            def make(_: int, inputs=inputs, spec=spec, config=config) -> Callable[[], Tensor]:
-                q, cache, batch = inputs()
-                return lambda: attention_prefill.prefill_attention_triton(q, cache, batch, spec.scale, config=config)
+    def ours(config: dict[str, int] | None = None) -> Callable[..., Tensor]:
+        return lambda q, cache, batch: attention_prefill.prefill_attention_triton(
+            q, cache, batch, spec.scale, config=config
+        )
 
-            label = name if config is None else f"{name} {tuple(config.values())}"
-            yield Case(label, 1, make, None if config else check, flops=4 * pairs * heads * dim)
-        if query == length and dtype == BF16:
+    yield case("", ours(), True)
+    if tune:
+        for shape in itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3, 5)):
+            config = dict(zip(("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"), shape, strict=True))
+            yield case(str(shape), ours(config), False)
+    if requests == 1 and dtype == BF16:
+        yield from library_cases(case, geometry, query, length)
 
-            def library(_: int, spec=spec, requests=requests, query=query) -> Callable[[], Tensor]:
-                q = random(requests, spec.heads, query, spec.head_dim)
-                k, v = (random(requests, spec.kv_heads, query, spec.head_dim) for _ in range(2))
-                return lambda: torch.nn.functional.scaled_dot_product_attention(
-                    q, k, v, is_causal=True, enable_gqa=True
-                )
 
-            yield Case(f"{name} (PyTorch, fresh keys)", 1, library, flops=4 * pairs * heads * dim)
+def library_cases(
+    case: Callable[[str, Callable[..., Tensor], bool], Case], geometry: tuple[int, int, int], query: int, length: int
+) -> Iterator[Case]:
+    """PyTorch's kernels as they serve pages, and (alone) on keys that need no gathering."""
+    kv_heads, scale = geometry[1], geometry[2] ** -0.5
+    for backend in ("cudnn", "flash"):
+        fits = attention_library.supported(backend, *geometry, BF16, torch.device(DEVICE))
+        if not fits or (backend == "cudnn" and query < length):
+            continue
+
+        def library(q: Tensor, cache: LayerCache, batch: Batch, backend=backend) -> Tensor:
+            return attention_library.prefill_attention_library(q, cache, batch, scale, backend)
+
+        def alone(q: Tensor, cache: LayerCache, batch: Batch, backend=backend) -> Tensor:
+            k, v = (t.reshape(-1, t.shape[-1])[: kv_heads * length] for t in (cache.k, cache.v))
+            k, v = (t.reshape(1, kv_heads, length, -1) for t in (k, v))
+            return attention_library.causal_attention(q.transpose(0, 1)[None], k, v, scale, backend)
+
+        yield case(backend, library, True)
+        if length % 64 == 0:
+            yield case(f"{backend} alone", alone, False)
 
 
 def main() -> None:
@@ -338,7 +400,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.manual_seed(0)
-    cases = itertools.chain(norm_cases(), activation_cases(), rope_cases(), sample_cases(),
+    cases = itertools.chain(norm_cases(), activation_cases(), rope_cases(), sample_cases(), start_cases(),
                             decode_cases(options.tune), prefill_cases(options.tune))  # fmt: skip
     rows = []
     print(f"{'kernel':64} {'error/bound':>11} {'MB':>8} {'us':>9} {'limit us':>9} {'of limit':>8}")

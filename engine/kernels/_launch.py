@@ -2,7 +2,8 @@
 
 Programmatic dependent launch (PDL, sm_90 and later): a kernel may be scheduled while the one before still runs. Every
 kernel of this package then waits before its first read of anything a kernel has written, and writes only after the
-wait; what it may read earlier are weights. A kernel that waits has everything before it complete, so chains are safe.
+wait; what it may read earlier are weights and the inputs of a step, which copies bring before its first kernel. A
+kernel that waits has everything before it complete, so chains are safe.
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from engine.batch import Batch, LayerCache
 from engine.kernels._launch import capability, launch, power_of_2
+from engine.kernels.attention_library import library_backend, prefill_attention_library
 
 LOG2_E = 1.4426950408889634
 
@@ -74,49 +74,12 @@ def prefill_attention(
     contiguous: bool = False,
 ) -> Tensor:
     """See prefill_attention_reference. `contiguous`: the pages of every request follow each other in the cache."""
-    if q.is_cuda and library_serves(q, cache, batch, window, sinks):
-        return prefill_attention_library(q, cache, batch, scale)
-    if q.is_cuda:
-        return prefill_attention_triton(q, cache, batch, scale, window, sinks, contiguous)
-    return prefill_attention_reference(q, cache, batch, scale, window, sinks)
-
-
-LIBRARY_ROWS, LIBRARY_BYTES = 4096, 1 << 29
-"""Rows of one prompt piece from which gathering its pages and calling PyTorch's attention is faster (8,192 rows of
-32/8x128 on an H200: 1.10 ms against 1.53; at 1,024 rows of a small model the host's launches cost more than that), and
-the most bytes that are gathered."""
-
-
-def library_serves(q: Tensor, cache: LayerCache, batch: Batch, window: int | None, sinks: Tensor | None) -> bool:
-    """Whether this is one long piece of one prompt in pages of q's dtype, outside of a captured graph.
-
-    (A captured graph knows the bounds of its bucket alone; here max_kv is the request's length.)
-    """
-    plain = window is None and sinks is None and cache.k.dtype == q.dtype and q.dtype != torch.float32
-    one = batch.kv_len.shape[0] == 1 and q.shape[0] == batch.max_query >= LIBRARY_ROWS
-    gathered = 4 * batch.max_kv * cache.k.shape[1] * q.shape[2]
-    return plain and one and gathered <= LIBRARY_BYTES and not torch.cuda.is_current_stream_capturing()
-
-
-def prefill_attention_library(q: Tensor, cache: LayerCache, batch: Batch, scale: float) -> Tensor:
-    """prefill_attention of one request, whose kv_len is batch.max_kv: its pages gathered, PyTorch's own kernel.
-
-    Reads and writes the cached keys and values once more than a kernel that reads pages.
-    """
-    from torch.nn.attention.bias import causal_lower_right
-
-    rows, length = q.shape[0], batch.max_kv
-    pages = batch.page_table[0, : -(-length // cache.page_size)].long()
-    k, v = (t[pages].transpose(0, 1).flatten(1, 2)[None, :, :length] for t in (cache.k, cache.v))
-    query = q.transpose(0, 1)[None]
-    if rows == length:
-        out = torch.nn.functional.scaled_dot_product_attention(
-            query, k, v, is_causal=True, scale=scale, enable_gqa=True
-        )
-    else:
-        mask = causal_lower_right(rows, length)
-        out = sdpa(query, k, v, mask, scale=scale, enable_gqa=True)
-    return out[0].transpose(0, 1).contiguous()
+    if not q.is_cuda:
+        return prefill_attention_reference(q, cache, batch, scale, window, sinks)
+    backend = library_backend(q, cache, batch, window, sinks)
+    if backend is not None:
+        return prefill_attention_library(q, cache, batch, scale, backend)
+    return prefill_attention_triton(q, cache, batch, scale, window, sinks, contiguous)
 
 
 def compute_dtype(q: Tensor, cache: LayerCache) -> torch.dtype:

@@ -92,7 +92,7 @@ def _attend_tile(
     else:
         k = tl.load(k_ptr + offsets, mask=(column < DIM)[None, :], other=0.0)
         v = tl.load(v_ptr + offsets, mask=(column < DIM)[None, :], other=0.0)
-    scores = tl.dot(q, tl.trans(_convert(k, COMPUTE, FAST_INT8)), input_precision="ieee") * scale
+    scores = tl.dot(q, tl.trans(_convert(k, COMPUTE, FAST_INT8)), input_precision="ieee")
     if EIGHT_BIT:
         if MASKED:
             scores *= tl.load(k_scale_ptr + rows, mask=inside, other=0.0)[None, :]
@@ -104,9 +104,10 @@ def _attend_tile(
         else:
             seen = inside[None, :]
         scores = tl.where(seen, scores, float("-inf"))
-    new_top = tl.maximum(top, tl.max(scores, axis=1))
+    # The scale, which is positive, is applied in the multiply-add that subtracts the maximum.
+    new_top = tl.maximum(top, tl.max(scores, axis=1) * scale)
     base = tl.where(new_top == float("-inf"), 0.0, new_top) if MASKED else new_top
-    p = tl.exp2(scores - base[:, None])
+    p = tl.exp2(scores * scale - base[:, None])
     shrink = tl.exp2(top - base)
     total = total * shrink + tl.sum(p, axis=1)
     if EIGHT_BIT:
@@ -356,3 +357,25 @@ def prefill_attention_kernel(
             divisor *= RAISE
         out = acc / divisor[:, None]
         tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["length", "padded"])
+def gather_pages_kernel(
+    k_ptr, v_ptr, table_ptr, k_out_ptr, v_out_ptr, length, padded,
+    DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """BLOCK keys and values of one head out of their pages: out [kv heads, padded, DIM], zeros from `length` on."""
+    head = tl.program_id(1)
+    key = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.arange(0, DIM_BLOCK)[None, :]
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    known = key < length
+    page = tl.load(table_ptr + key // PAGE, mask=known, other=0).to(tl.int64)
+    at = ((page * tl.num_programs(1) + head) * PAGE + key % PAGE)[:, None] * DIM + column
+    to = (head.to(tl.int64) * padded + key)[:, None] * DIM + column
+    read = known[:, None] & (column < DIM)
+    written = (key < padded)[:, None] & (column < DIM)
+    tl.store(k_out_ptr + to, tl.load(k_ptr + at, mask=read, other=0.0), mask=written)
+    tl.store(v_out_ptr + to, tl.load(v_ptr + at, mask=read, other=0.0), mask=written)

@@ -49,9 +49,11 @@ def row_width(spec: DeltaNet) -> int:
 def delta_mix(y: Tensor, spec: DeltaNet, weights: DeltaWeights, batch: Batch, cache: StateCache) -> Tensor:
     """Projected rows y [T, row_width] or Partials -> [T, value_heads * value_dim] in the cache's activation dtype.
 
-    The states of the batch's slots are advanced in place.
+    The states of the batch's slots are advanced in place. Prompts in float32 go by the reference: the chunk kernels
+    are for 16-bit activations.
     """
-    if not y.is_cuda:
+    has_kernel = batch.decode or cache.conv.dtype != torch.float32
+    if not (y.is_cuda and has_kernel):
         reference = delta_step_reference if batch.decode else delta_prefill_reference
         return reference(y, spec, weights, batch, cache)
     from engine.kernels import deltanet_triton

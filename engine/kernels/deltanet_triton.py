@@ -1,8 +1,9 @@
 """The Triton kernels behind engine/kernels/deltanet.py, which alone imports this file.
 
 Decode is one kernel. A prompt takes more: gates; convolution of q, k and v; the convolution's past columns; within
-every chunk of 64 tokens the triangular solve; the pass over the chunks, which carries the state; the gated norm. A
-chunk belongs to one request, so that requests of any lengths go together and none sees another.
+every chunk of 64 tokens the triangular solve; the pass over the chunks, which carries the state; the outputs with their
+gated norm. All but the pass over the chunks run over chunks and heads at once. A chunk belongs to one request, so that
+requests of any lengths go together and none sees another.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ from engine.config import DeltaNet
 from engine.kernels.deltanet import CHUNK, L2_EPS, DeltaWeights, channels, row_width
 
 BLOCK_TOKENS = 16
+STATE_COLUMNS, STATE_STAGES = 32, 2
+"""Columns of the state that a program of the serial pass carries, and its stages: on sm_90 two programs fit a
+multiprocessor, so that 48 heads run at once."""
+
 TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -140,10 +145,13 @@ def gates_kernel(
 @triton.jit
 def prepare_kernel(
     y, conv_weight, conv, positions, state_slots, query_start, out, rows_total, requests, size, first, scale, l2_eps,
-    HEADS: tl.constexpr, D: tl.constexpr, NORMALIZE: tl.constexpr, CONV: tl.constexpr, WIDTH: tl.constexpr,
-    CHANNELS: tl.constexpr, PARTS: tl.constexpr, REQUESTS: tl.constexpr, TOKENS: tl.constexpr,
+    HEADS: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, NORMALIZE: tl.constexpr, CONV: tl.constexpr,
+    WIDTH: tl.constexpr, CHANNELS: tl.constexpr, PARTS: tl.constexpr, REQUESTS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """One head of q, k or v (whose channels begin at `first`) of TOKENS rows: out [rows, HEADS, D]."""
+    """One of HEADS heads, whose channels begin at `first`, of TOKENS rows: out [rows, HEADS, D].
+
+    NORMALIZE: to length 1; the first QUERIES heads are scaled too.
+    """
     row = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     head = tl.program_id(1)
     dtype: tl.constexpr = conv.dtype.element_ty
@@ -152,21 +160,25 @@ def prepare_kernel(
     wide = row.to(tl.int64)
     channel = first + head * D + tl.arange(0, D)
     start = tl.load(query_start + request, mask=live, other=0)
-    slot = tl.load(state_slots + request, mask=live, other=0).to(tl.int64)
-    position = tl.load(positions + row, mask=live, other=0)
+    weights = conv_weight + channel * CONV + CONV - 1
     total = tl.zeros((TOKENS, D), tl.float32)
     for back in tl.static_range(CONV):
-        here = live & (row - back >= start)
         at = (wide - back)[:, None] * WIDTH + channel[None, :]
-        value = _projected(y, at, here[:, None], size, PARTS, dtype)
-        past = position - back
-        stored = live & (row - back < start) & (past >= 0)
-        at = (slot * CONV + (past + CONV) % CONV)[:, None] * CHANNELS + channel[None, :]
-        value += tl.load(conv + at, mask=stored[:, None], other=0.0).to(tl.float32)
-        total += value * tl.load(conv_weight + channel * CONV + CONV - 1 - back).to(tl.float32)[None, :]
+        value = _projected(y, at, (live & (row - back >= start))[:, None], size, PARTS, dtype)
+        total += value * tl.load(weights - back).to(tl.float32)[None, :]
+    if tl.sum((live & (row - start < CONV - 1)).to(tl.int32), 0) > 0:
+        slot = tl.load(state_slots + request, mask=live, other=0).to(tl.int64)
+        position = tl.load(positions + row, mask=live, other=0)
+        for back in tl.static_range(1, CONV):
+            past = position - back
+            stored = live & (row - back < start) & (past >= 0)
+            at = (slot * CONV + (past + CONV) % CONV)[:, None] * CHANNELS + channel[None, :]
+            value = tl.load(conv + at, mask=stored[:, None], other=0.0).to(tl.float32)
+            total += value * tl.load(weights - back).to(tl.float32)[None, :]
     total = _silu(total)
     if NORMALIZE:
-        total *= (scale * tl.rsqrt(tl.sum(total * total, 1) + l2_eps))[:, None]
+        factor = tl.where(head < QUERIES, scale, 1.0)
+        total *= (factor * tl.rsqrt(tl.sum(total * total, 1) + l2_eps))[:, None]
     to = out + (wide * HEADS + head)[:, None] * D + tl.arange(0, D)[None, :]
     tl.store(to, total.to(dtype), mask=live[:, None])
 
@@ -192,114 +204,159 @@ def keep_columns_kernel(
 
 
 @triton.jit
+def _chunk_of(index, query_start, requests, C: tl.constexpr, REQUESTS: tl.constexpr):
+    """(chunks in all, first row, end of the request's rows) of a chunk; chunks are counted request by request."""
+    lane = tl.arange(0, REQUESTS)
+    starts = tl.load(query_start + lane, mask=lane < requests, other=0)
+    ends = tl.load(query_start + 1 + lane, mask=lane < requests, other=0)
+    chunks = (ends - starts + C - 1) // C
+    before = tl.cumsum(chunks, 0) - chunks
+    mine = (before <= index) & (index < before + chunks)
+    start = tl.sum(tl.where(mine, starts + (index - before) * C, 0), 0)
+    return tl.sum(chunks, 0), start, tl.sum(tl.where(mine, ends, 0), 0)
+
+
+@triton.jit
+def _unit_lower_inverse(strict, C: tl.constexpr):
+    """(1 + strict)^-1 of a strictly lower triangular float32 [C, C], by doubling.
+
+    With X the inverses of the diagonal blocks of a size and M what stands left below them in blocks of twice the size,
+    X - X M X are the inverses of the larger blocks. i and j meet in M where the highest bit in which they differ is
+    that of the size. In tf32 the inverse of a chunk errs by at most 1e-3, whatever the keys: less than u and w are
+    rounded by in bfloat16.
+    """
+    i = tl.arange(0, C)
+    differ = i[:, None] ^ i[None, :]
+    x = tl.where(differ == 0, 1.0, tl.where(differ == 1, -strict, 0.0))
+    for level in tl.static_range(1, 6):
+        if 2**level < C:
+            cross = tl.where((differ >> level) == 1, strict, 0.0)
+            x -= tl.dot(tl.dot(x, cross, input_precision="tf32"), x, input_precision="tf32")
+    return x
+
+
+@triton.jit
 def chunk_kernel(
-    q, k, v, beta, g, query_start, u, w, attention, requests,
+    k, v, beta, g, query_start, u, w, totals, requests,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, C: tl.constexpr,
     REQUESTS: tl.constexpr,
 ):  # fmt: skip
-    """What a chunk needs apart from the state, for one value head:
+    """What the state needs of a chunk, for one value head; rows behind the end of the request are zeros.
 
-    with D_ij = exp(g_j+1 + .. + g_i) and L = strictly lower (beta_i k_i . k_j D_ij): u = (1 + L)^-1 beta v,
-    w = (1 + L)^-1 beta k exp(cumsum g), attention = lower (q_i . k_j D_ij). g becomes its running sum.
+    Rows of q and k are 2 * KEY_HEADS heads apart.
+
+    With D_ij = exp(g_j+1 + .. + g_i) and L = strictly lower (beta_i k_i . k_j D_ij): u [chunks, VALUE_HEADS, C, DV] =
+    (1 + L)^-1 beta v, w [chunks, VALUE_HEADS, C, DK] = (1 + L)^-1 beta k exp(totals), totals [chunks, VALUE_HEADS, C]
+    the running sum of g. Grid (chunks, VALUE_HEADS).
     """
     chunk, head = tl.program_id(0), tl.program_id(1)
-    dtype: tl.constexpr = q.dtype.element_ty
-    index = tl.arange(0, REQUESTS)
-    starts = tl.load(query_start + index, mask=index < requests, other=0)
-    ends = tl.load(query_start + 1 + index, mask=index < requests, other=0)
-    chunks = (ends - starts + C - 1) // C
-    before = tl.cumsum(chunks, 0) - chunks
-    mine = (before <= chunk) & (chunk < before + chunks)
-    if tl.sum(mine.to(tl.int32), 0) > 0:
-        start = tl.sum(tl.where(mine, starts + (chunk - before) * C, 0), 0)
-        end = tl.sum(tl.where(mine, ends, 0), 0)
+    dtype: tl.constexpr = k.dtype.element_ty
+    chunks, start, end = _chunk_of(chunk, query_start, requests, C, REQUESTS)
+    if chunk < chunks:
         i = tl.arange(0, C)
         row = (start + i).to(tl.int64)
         live = row < end
-        key_head = head // (VALUE_HEADS // KEY_HEADS)
         dk, dv = tl.arange(0, DK), tl.arange(0, DV)
-        key_at = (row * KEY_HEADS + key_head)[:, None] * DK + dk[None, :]
+        key_at = (row * 2 * KEY_HEADS + head // (VALUE_HEADS // KEY_HEADS))[:, None] * DK + dk[None, :]
         ks = tl.load(k + key_at, mask=live[:, None], other=0.0)
-        qs = tl.load(q + key_at, mask=live[:, None], other=0.0)
+        vs = tl.load(v + (row * VALUE_HEADS + head)[:, None] * DV + dv[None, :], mask=live[:, None], other=0.0)
         b = tl.load(beta + row * VALUE_HEADS + head, mask=live, other=0.0)
         total = tl.cumsum(tl.load(g + row * VALUE_HEADS + head, mask=live, other=0.0), 0)
-        lower = i[:, None] >= i[None, :]
-        decay = tl.exp(tl.where(lower, total[:, None] - total[None, :], float("-inf")))
+        below = i[:, None] > i[None, :]
+        decay = tl.exp(tl.where(below, total[:, None] - total[None, :], float("-inf")))
         kk = tl.dot(ks, tl.trans(ks), input_precision="ieee")
-        x = tl.where(i[:, None] > i[None, :], -kk * decay * b[:, None], 0.0)
-        for line in range(1, C):
-            own = tl.sum(tl.where((i == line)[:, None], x, 0.0), 0)
-            x = tl.where((i == line)[:, None], (own + tl.sum(own[:, None] * x, 0))[None, :], x)
-        x += tl.where(i[:, None] == i[None, :], 1.0, 0.0)
-        vs = tl.load(v + (row * VALUE_HEADS + head)[:, None] * DV + dv[None, :], mask=live[:, None], other=0.0)
-        us = tl.dot(x, vs.to(tl.float32) * b[:, None], input_precision="tf32")
-        ws = tl.dot(x, ks.to(tl.float32) * (b * tl.exp(total))[:, None], input_precision="tf32")
-        seen = tl.dot(qs, tl.trans(ks), input_precision="ieee") * decay
-        to = (row * VALUE_HEADS + head)[:, None]
-        tl.store(u + to * DV + dv[None, :], us.to(dtype), mask=live[:, None])
-        tl.store(w + to * DK + dk[None, :], ws.to(dtype), mask=live[:, None])
-        tl.store(attention + to * C + i[None, :], seen.to(dtype), mask=live[:, None])
-        tl.store(g + row * VALUE_HEADS + head, total, mask=live)
+        x = _unit_lower_inverse(kk * decay * b[:, None], C) * b[None, :]
+        us = tl.dot(x.to(dtype), vs, input_precision="ieee")
+        ws = tl.dot((x * tl.exp(total)[None, :]).to(dtype), ks, input_precision="ieee")
+        line = (chunk * VALUE_HEADS + head).to(tl.int64) * C + i
+        tl.store(u + line[:, None] * DV + dv[None, :], us.to(dtype))
+        tl.store(w + line[:, None] * DK + dk[None, :], ws.to(dtype))
+        tl.store(totals + line, total)
 
 
 @triton.jit
 def state_kernel(
-    q, k, u, w, attention, g, query_start, positions, state_slots, state, out,
+    k, u, w, totals, query_start, positions, state_slots, state, before, requests,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BV: tl.constexpr,
-    C: tl.constexpr,
+    C: tl.constexpr, REQUESTS: tl.constexpr,
 ):  # fmt: skip
-    """Carries BV columns of one head's state over the chunks of one request: out [T, VALUE_HEADS, DV]."""
+    """Carries BV columns of one head's state over the chunks of one request: the only part that is serial.
+
+    Leaves the state before each chunk in before [chunks, VALUE_HEADS, DK, DV] and what the chunk's tokens add to it in
+    u (u - w S). Grid (requests, VALUE_HEADS, DV / BV).
+    """
     request, head = tl.program_id(0), tl.program_id(1)
     start, end = tl.load(query_start + request), tl.load(query_start + request + 1)
     if end > start:
-        dtype: tl.constexpr = q.dtype.element_ty
+        dtype: tl.constexpr = k.dtype.element_ty
+        lane = tl.arange(0, REQUESTS)
+        starts = tl.load(query_start + lane, mask=lane < request, other=0)
+        ends = tl.load(query_start + 1 + lane, mask=lane < request, other=0)
+        chunk = tl.sum((ends - starts + C - 1) // C, 0)
         slot = tl.load(state_slots + request).to(tl.int64)
         key_head = head // (VALUE_HEADS // KEY_HEADS)
         dk, dv, i = tl.arange(0, DK), tl.program_id(2) * BV + tl.arange(0, BV), tl.arange(0, C)
-        at_state = state + ((slot * VALUE_HEADS + head) * DK + dk)[:, None] * DV + dv[None, :]
+        at_state = ((slot * VALUE_HEADS + head) * DK + dk)[:, None] * DV + dv[None, :]
         started = tl.load(positions + start) > 0
-        s = tl.load(at_state, mask=(dk < _if(started, DK))[:, None] & (dv < DV)[None, :], other=0.0)
+        s = tl.load(state + at_state, mask=(dk < _if(started, DK))[:, None] & (dv < DV)[None, :], other=0.0)
         for first in range(start, end, C):
+            place = ((chunk + (first - start) // C) * VALUE_HEADS + head).to(tl.int64)
+            line = place * C + i
             row = (first + i).to(tl.int64)
-            live = row < end
-            line = row * VALUE_HEADS + head
-            total = tl.load(g + line, mask=live, other=0.0)
-            last = tl.load(g + (tl.minimum(first + C, end) - 1).to(tl.int64) * VALUE_HEADS + head)
-            ws = tl.load(w + line[:, None] * DK + dk[None, :], mask=live[:, None], other=0.0)
-            fresh = tl.load(u + line[:, None] * DV + dv[None, :], mask=live[:, None], other=0.0).to(tl.float32)
             rounded = s.to(dtype)
-            fresh -= tl.dot(ws, rounded, input_precision="ieee")
-            key_at = (row * KEY_HEADS + key_head)[:, None] * DK + dk[None, :]
-            qs = tl.load(q + key_at, mask=live[:, None], other=0.0)
-            seen = tl.load(attention + line[:, None] * C + i[None, :], mask=live[:, None], other=0.0)
-            o = tl.dot(qs, rounded, input_precision="ieee") * tl.exp(total)[:, None]
-            o = tl.dot(seen, fresh.to(dtype), o, input_precision="ieee")
-            tl.store(out + line[:, None] * DV + dv[None, :], o.to(out.dtype.element_ty), mask=live[:, None])
-            ks = tl.load(k + key_at, mask=live[:, None], other=0.0)
-            fresh *= tl.where(live, tl.exp(last - total), 0.0)[:, None]
+            tl.store(before + (place * DK + dk)[:, None] * DV + dv[None, :], rounded)
+            ws = tl.load(w + line[:, None] * DK + dk[None, :])
+            at_fresh = line[:, None] * DV + dv[None, :]
+            fresh = tl.load(u + at_fresh).to(tl.float32) - tl.dot(ws, rounded, input_precision="ieee")
+            tl.store(u + at_fresh, fresh.to(dtype))
+            last = tl.load(totals + place * C + C - 1)
+            fresh *= tl.exp(last - tl.load(totals + line))[:, None]
+            key_at = (row * 2 * KEY_HEADS + key_head)[:, None] * DK + dk[None, :]
+            ks = tl.load(k + key_at, mask=(row < end)[:, None], other=0.0)
             s = tl.dot(tl.trans(ks), fresh.to(dtype), s * tl.exp(last), input_precision="ieee")
-        tl.store(at_state, s)
+        tl.store(state + at_state, s)
 
 
 @triton.jit
-def gated_norm_kernel(
-    o, y, norm, query_start, out, rows_total, requests, size, eps,
-    VALUE_HEADS: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, PARTS: tl.constexpr,
-    TOKENS: tl.constexpr,
+def output_kernel(
+    q, k, fresh, totals, before, y, norm, query_start, out, rows_total, requests, size, eps,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, C: tl.constexpr,
+    WIDTH: tl.constexpr, CHANNELS: tl.constexpr, PARTS: tl.constexpr, REQUESTS: tl.constexpr,
 ):  # fmt: skip
-    """out = norm * o / rms(o) * silu(z); rows of no request become zeros."""
-    row = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    head, column = tl.program_id(1), tl.arange(0, DV)
-    dtype: tl.constexpr = out.dtype.element_ty
-    inside = (row < rows_total)[:, None]
-    live = (row < tl.load(query_start + requests))[:, None] & inside
-    at = (row.to(tl.int64) * VALUE_HEADS + head)[:, None] * DV + column[None, :]
-    value = tl.load(o + at, mask=live, other=0.0).to(tl.float32)
-    gate_at = row.to(tl.int64)[:, None] * WIDTH + CHANNELS + head * DV + column[None, :]
-    z = _projected(y, gate_at, live, size, PARTS, dtype)
-    value *= tl.rsqrt(tl.sum(value * value, 1) / DV + eps)[:, None]
-    value *= tl.load(norm + column).to(tl.float32)[None, :] * _silu(z)
-    tl.store(out + at, value.to(dtype), mask=inside)
+    """One chunk and head: o = exp(totals) q S + lower (q_i . k_j D_ij) fresh, out = norm * o / rms(o) * silu(z).
+
+    S is the state before the chunk, D as in chunk_kernel. Programs behind the last chunk write zeros to the rows of no
+    request. Grid (chunks, VALUE_HEADS).
+    """
+    chunk, head = tl.program_id(0), tl.program_id(1)
+    dtype: tl.constexpr = q.dtype.element_ty
+    chunks, start, end = _chunk_of(chunk, query_start, requests, C, REQUESTS)
+    i, dk, dv = tl.arange(0, C), tl.arange(0, DK), tl.arange(0, DV)
+    if chunk < chunks:
+        row = (start + i).to(tl.int64)
+        live = row < end
+        key_at = (row * 2 * KEY_HEADS + head // (VALUE_HEADS // KEY_HEADS))[:, None] * DK + dk[None, :]
+        qs = tl.load(q + key_at, mask=live[:, None], other=0.0)
+        ks = tl.load(k + key_at, mask=live[:, None], other=0.0)
+        place = (chunk * VALUE_HEADS + head).to(tl.int64)
+        line = place * C + i
+        total = tl.load(totals + line)
+        state = tl.load(before + (place * DK + dk)[:, None] * DV + dv[None, :])
+        o = tl.dot(qs, state, input_precision="ieee") * tl.exp(total)[:, None]
+        lower = i[:, None] >= i[None, :]
+        decay = tl.exp(tl.where(lower, total[:, None] - total[None, :], float("-inf")))
+        seen = tl.dot(qs, tl.trans(ks), input_precision="ieee") * decay
+        values = tl.load(fresh + line[:, None] * DV + dv[None, :])
+        o = tl.dot(seen.to(dtype), values, o, input_precision="ieee")
+        o *= tl.rsqrt(tl.sum(o * o, 1) / DV + eps)[:, None]
+        gate_at = row[:, None] * WIDTH + CHANNELS + head * DV + dv[None, :]
+        z = _projected(y, gate_at, live[:, None], size, PARTS, dtype)
+        o *= tl.load(norm + dv).to(tl.float32)[None, :] * _silu(z)
+        tl.store(out + (row * VALUE_HEADS + head)[:, None] * DV + dv[None, :], o.to(dtype), mask=live[:, None])
+    else:
+        row = (tl.load(query_start + requests) + (chunk - chunks) * C + i).to(tl.int64)
+        at = (row * VALUE_HEADS + head)[:, None] * DV + dv[None, :]
+        tl.store(out + at, tl.zeros((C, DV), dtype), mask=(row < rows_total)[:, None])
 
 
 def step(y: Tensor, spec: DeltaNet, weights: DeltaWeights, batch: Batch, cache: StateCache) -> Tensor:
@@ -317,6 +374,33 @@ def step(y: Tensor, spec: DeltaNet, weights: DeltaWeights, batch: Batch, cache: 
 def prefill(y: Tensor, spec: DeltaNet, weights: DeltaWeights, batch: Batch, cache: StateCache) -> Tensor:
     """See `engine.kernels.deltanet.delta_mix`; any number of rows a request."""
     parts, rows = _parts(y)
+    requests, heads, dk, dv = batch.state_slots.shape[0], spec.value_heads, spec.key_dim, spec.value_dim
+    bound = triton.next_power_of_2(requests)
+    # One more than the chunks there can be, so that a program is left for every chunk of rows of no request.
+    chunks = rows // CHUNK + requests + 1
+    qk, u, w, totals = _solved_chunks(y, spec, weights, batch, cache, chunks)
+    q, k = qk, qk[:, spec.key_heads :]
+    before, out = qk.new_empty(chunks, heads, dk, dv), qk.new_empty(rows, heads * dv)
+    block_v = min(STATE_COLUMNS, dv)
+    state_kernel[(requests, heads, dv // block_v)](
+        k, u, w, totals, batch.query_start, batch.positions, batch.state_slots, cache.state, before, requests,
+        *_heads(spec), block_v, CHUNK, bound, num_warps=4, num_stages=STATE_STAGES,
+    )  # fmt: skip
+    output_kernel[(chunks, heads)](
+        q, k, u, totals, before, y, weights.norm, batch.query_start, out, rows, requests, rows * row_width(spec),
+        weights.eps, *_heads(spec), CHUNK, row_width(spec), channels(spec), parts, bound, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def _solved_chunks(
+    y: Tensor, spec: DeltaNet, weights: DeltaWeights, batch: Batch, cache: StateCache, chunks: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """All that needs no state: qk [rows, 2 * key_heads, DK], and u, w, totals as chunk_kernel leaves them.
+
+    Keeps the last columns of the convolution in the cache.
+    """
+    parts, rows = _parts(y)
     size, width, columns = rows * row_width(spec), row_width(spec), channels(spec)
     requests, dtype = batch.state_slots.shape[0], cache.conv.dtype
     bound = triton.next_power_of_2(requests)
@@ -325,39 +409,29 @@ def prefill(y: Tensor, spec: DeltaNet, weights: DeltaWeights, batch: Batch, cach
     def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=y.device)
 
-    q, k = empty(rows, spec.key_heads, dk), empty(rows, spec.key_heads, dk)
-    v, u, w = empty(rows, heads, dv), empty(rows, heads, dv), empty(rows, heads, dk)
-    beta, g = empty(rows, heads, dtype=torch.float32), empty(rows, heads, dtype=torch.float32)
-    attention, out = empty(rows, heads, CHUNK), empty(rows, heads * dv)
+    qk, v = empty(rows, 2 * spec.key_heads, dk), empty(rows, heads, dv)
+    u, w = empty(chunks, heads, CHUNK, dv), empty(chunks, heads, CHUNK, dk)
+    beta, g, totals = (empty(n, heads, dtype=torch.float32) for n in (rows, rows, chunks * CHUNK))
     blocks = triton.cdiv(rows, BLOCK_TOKENS)
     gates_kernel[(blocks,)](
         y, weights.a_log, weights.dt_bias, beta, g, rows, size, heads, triton.next_power_of_2(heads),
         columns + heads * dv, width, parts, BLOCK_TOKENS, TRITON_DTYPES[dtype], num_warps=2,
     )  # fmt: skip
-    keys = spec.key_heads * dk
-    for part, first, scale in ((q, 0, dk**-0.5), (k, keys, 1.0), (v, 2 * keys, 1.0)):
+    for part, first, queries in ((qk, 0, spec.key_heads), (v, 2 * spec.key_heads * dk, 0)):
         prepare_kernel[(blocks, part.shape[1])](
             y, weights.conv, cache.conv, batch.positions, batch.state_slots, batch.query_start, part,
-            rows, requests, size, first, scale, L2_EPS, part.shape[1], part.shape[2], part is not v,
+            rows, requests, size, first, dk**-0.5, L2_EPS, part.shape[1], queries, part.shape[2], part is qk,
             spec.conv, width, columns, parts, bound, BLOCK_TOKENS, num_warps=4,
         )  # fmt: skip
     keep_columns_kernel[(requests, triton.cdiv(columns, 1024))](
         y, cache.conv, batch.positions, batch.state_slots, batch.query_start, size,
         width, columns, spec.conv, parts, 1024, num_warps=4,
     )  # fmt: skip
-    chunk_kernel[(rows // CHUNK + requests, heads)](
-        q, k, v, beta, g, batch.query_start, u, w, attention, requests, *_heads(spec), CHUNK, bound, num_warps=4,
+    chunk_kernel[(chunks, heads)](
+        qk[:, spec.key_heads :], v, beta, g, batch.query_start, u, w, totals, requests, *_heads(spec), CHUNK, bound,
+        num_warps=4,
     )  # fmt: skip
-    block_v = min(32, dv)
-    state_kernel[(requests, heads, dv // block_v)](
-        q, k, u, w, attention, g, batch.query_start, batch.positions, batch.state_slots, cache.state, v,
-        *_heads(spec), block_v, CHUNK, num_warps=4, num_stages=2,
-    )  # fmt: skip
-    gated_norm_kernel[(blocks, heads)](
-        v, y, weights.norm, batch.query_start, out, rows, requests, size, weights.eps,
-        heads, dv, width, columns, parts, BLOCK_TOKENS, num_warps=4,
-    )  # fmt: skip
-    return out
+    return qk, u, w, totals
 
 
 def _parts(y: Tensor) -> tuple[int, int]:

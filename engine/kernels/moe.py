@@ -16,14 +16,45 @@ import torch
 from torch import Tensor
 
 from engine.config import MoeFfn
+from engine.kernels._launch import arrival_counters, launch, power_of_2
 from engine.quant import QuantExperts, dequantize_expert
 
 ExpertWeights = QuantExperts | Tensor
 
 DECODE_TOKENS = 64
-MAX_SORTED_PAIRS = 1024
-MIN_PROGRAMS = 264
-SEGMENTS = 4
+"""Up to here the slots' terms are left as partial sums, and 4-bit experts take the kernels for few rows."""
+FEW_TOKENS = 8
+"""Up to here programs are as many as one token needs to fill the GPU, whatever their number."""
+
+
+Strip = tuple[int, int]
+"""Outputs of a program (16, 32 or 64) and tiles of a chunk of K (4 or more: a warp takes whole ones)."""
+
+
+@dataclass(frozen=True)
+class Launches:
+    """How the kernels for few rows are launched; tools/gpu_moe.py --sweep tries other values.
+
+    `few_gate`, `few_down`: for up to FEW_TOKENS, the first whose programs for one token are all `resident` at once,
+    else the last. `more`, `wide`: of gate_up and of down beyond, for blocks of 8 and of 16 rows. `direct_tokens`: up to
+    here every visit is a block of its own, without grouping. `wide_blocks`: visits an expert from which a block has 16
+    rows, else 8.
+    """
+
+    few_gate: tuple[Strip, ...] = ((16, 8), (32, 4))
+    few_down: tuple[Strip, ...] = ((32, 8), (64, 4))
+    more: tuple[Strip, Strip] = ((32, 4), (64, 4))
+    wide: tuple[Strip, Strip] = ((32, 4), (32, 4))
+    resident: int = 528
+    direct_tokens: int = 4
+    wide_blocks: float = 4.0
+
+
+LAUNCHES = Launches()
+BLOCK_ROWS = ((16, 16), (40, 32), (96, 64), (float("inf"), 128))
+"""(visits an expert on average, up to which a block of a prompt has so many rows)."""
+GROUPED_AT_ONCE, GROUP_CHUNK = 1024, 256
+"""Most pairs that are grouped in one launch; pairs of a program beyond."""
 
 
 @dataclass(frozen=True)
@@ -69,19 +100,6 @@ def router_logits_reference(x: Tensor, weight: Tensor) -> Tensor:
     return x.float() @ weight.float().T
 
 
-def router_logits(x: Tensor, weight: Tensor) -> Tensor:
-    if not x.is_cuda:
-        return router_logits_reference(x, weight)
-    from engine.kernels.moe_triton import router_logits_kernel
-
-    (tokens, k), outputs = x.shape, weight.shape[0]
-    logits = torch.empty(tokens, outputs, dtype=torch.float32, device=x.device)
-    m, n = (16, 16) if tokens <= DECODE_TOKENS else (64, 32)
-    grid = (-(-tokens // m), -(-outputs // n))
-    router_logits_kernel[grid](x, weight, logits, tokens, outputs, k, m, n, 128, num_warps=4, num_stages=3)
-    return logits
-
-
 def route_reference(
     logits: Tensor, spec: MoeFfn, bias: Tensor | None, selection_bias: Tensor | None, shared: bool
 ) -> tuple[Tensor, Tensor]:
@@ -111,23 +129,54 @@ def route_reference(
     return ids.to(torch.int32), weights.contiguous()
 
 
-def route(
-    logits: Tensor, spec: MoeFfn, bias: Tensor | None, selection_bias: Tensor | None, shared: bool
-) -> tuple[Tensor, Tensor]:
-    if not logits.is_cuda:
-        return route_reference(logits, spec, bias, selection_bias, shared)
-    from engine.kernels.moe_triton import route_kernel
+def choose_experts(
+    x: Tensor, router: Tensor, spec: MoeFfn, bias: Tensor | None, selection_bias: Tensor | None, shared: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The router: (logits float32 [T, outputs], experts int32 [T, slots], their weights float32 [T, slots])."""
+    if not x.is_cuda:
+        logits = router_logits_reference(x, router)
+        return logits, *route_reference(logits, spec, bias, selection_bias, shared)
+    return choose_experts_triton(x, router, spec, bias, selection_bias, shared)
 
-    tokens, outputs = logits.shape
-    slots = spec.top_k + shared
-    ids = torch.empty(tokens, slots, dtype=torch.int32, device=logits.device)
-    weights = torch.empty(tokens, slots, dtype=torch.float32, device=logits.device)
-    route_kernel[(tokens,)](
-        logits, bias, selection_bias, ids, weights, spec.experts, _power_of_two(spec.experts), spec.top_k, slots,
-        outputs, spec.router, spec.renormalize, spec.routed_scale, bias is not None, selection_bias is not None,
-        shared, spec.shared_gate, num_warps=1,
+
+def choose_experts_triton(
+    x: Tensor, router: Tensor, spec: MoeFfn, bias: Tensor | None, selection_bias: Tensor | None, shared: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`choose_experts` in one launch for a decode step, else in two."""
+    from engine.kernels.moe_route_triton import few_route_kernel, route_kernel, router_logits_kernel
+
+    (tokens, k), outputs, slots = x.shape, router.shape[0], spec.top_k + shared
+    logits = torch.empty(tokens, outputs, dtype=torch.float32, device=x.device)
+    ids = torch.empty(tokens, slots, dtype=torch.int32, device=x.device)
+    weights = torch.empty(tokens, slots, dtype=torch.float32, device=x.device)
+    rule = {
+        "OUTPUTS": outputs, "EXPERTS": spec.experts, "BINS": power_of_2(spec.experts), "TOP_K": spec.top_k,
+        "SLOTS": slots, "RULE": spec.router, "RENORMALIZE": spec.renormalize, "SCALE": spec.routed_scale,
+        "HAS_BIAS": bias is not None, "HAS_SELECTION": selection_bias is not None, "SHARED": shared,
+        "SHARED_GATE": spec.shared_gate,
+    }  # fmt: skip
+    if tokens <= DECODE_TOKENS:
+        rows, warps, inputs = 8, 4, 64
+        splits = -(-k // (warps * inputs))
+        parts = torch.empty(splits, tokens, outputs, dtype=torch.float32, device=x.device)
+        grid = (-(-outputs // 16), splits, -(-tokens // rows))
+        launch(
+            few_route_kernel, grid, x, router, bias, selection_bias, parts, arrival_counters(x), logits, ids, weights,
+            tokens, k, M=rows, CHOOSE=min(rows, power_of_2(tokens)), W=warps, BLOCK_K=inputs, SPLITS=splits,
+            num_warps=warps, num_stages=1, **rule,
+        )  # fmt: skip
+        return logits, ids, weights
+    grid = (-(-tokens // 64), -(-outputs // 32))
+    launch(
+        router_logits_kernel, grid, x, router, logits, tokens, outputs, k, M=64, N=32, BLOCK_K=128,
+        num_warps=4, num_stages=3,
     )  # fmt: skip
-    return ids, weights
+    rows = 4
+    launch(
+        route_kernel, (-(-tokens // rows),), logits, bias, selection_bias, ids, weights, tokens, M=rows,
+        num_warps=4, **rule,
+    )  # fmt: skip
+    return logits, ids, weights
 
 
 # ---------------------------------------------------------------------------------------------- grouping
@@ -158,18 +207,30 @@ def group_pairs_reference(ids: Tensor, experts: int, size: int) -> Groups:
     return Groups(order, expert, size)
 
 
-def group_pairs(ids: Tensor, experts: int, size: int) -> Groups:
-    pairs = ids.numel()
-    if not ids.is_cuda or pairs > MAX_SORTED_PAIRS:
-        return group_pairs_reference(ids, experts, size)
-    from engine.kernels.moe_triton import group_kernel
+def group_pairs_triton(ids: Tensor, experts: int, size: int) -> Groups:
+    """`group_pairs_reference` in one launch for a decode step, else in two; the order of a block without expert is
+    undefined.
+    """
+    from engine.kernels.moe_route_triton import count_kernel, group_few_kernel, place_kernel
 
+    pairs, bins = ids.numel(), power_of_2(experts + 1)
     blocks = block_bound(pairs, experts, size)
     order = torch.empty(blocks * size, dtype=torch.int32, device=ids.device)
     expert = torch.empty(blocks, dtype=torch.int32, device=ids.device)
-    group_kernel[(1,)](
-        ids, order, expert, pairs, blocks,
-        _power_of_two(pairs), experts, _power_of_two(experts + 1), _power_of_two(blocks), size, num_warps=8,
+    if pairs <= GROUPED_AT_ONCE:
+        most = max(power_of_2(pairs), 128)
+        launch(
+            group_few_kernel, (experts,), ids, order, expert, pairs, blocks, EXPERTS=experts, BINS=bins, PAIRS=most,
+            M=size, FILL=32, num_warps=max(1, most // 256),
+        )  # fmt: skip
+        return Groups(order, expert, size)
+    chunks = -(-pairs // GROUP_CHUNK)
+    counts = torch.empty(chunks, bins, dtype=torch.int32, device=ids.device)
+    shared = {"EXPERTS": experts, "BINS": bins, "CHUNK": GROUP_CHUNK}
+    launch(count_kernel, (chunks,), ids, counts, pairs, num_warps=4, **shared)
+    launch(
+        place_kernel, (max(chunks, -(-blocks // 16)),), ids, counts, order, expert, pairs, chunks, blocks,
+        M=size, FILL=16, num_warps=8, **shared,
     )  # fmt: skip
     return Groups(order, expert, size)
 
@@ -197,7 +258,7 @@ def moe_experts_reference(x: Tensor, ids: Tensor, weights: Tensor, experts: Expe
 def moe_experts(
     x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, spec: MoeFfn, grouped: bool = True
 ) -> Tensor:
-    """As the reference; for up to DECODE_TOKENS tokens the slots' terms are left as Partials [slots, T, H].
+    """As the reference; for up to DECODE_TOKENS tokens the terms are left as Partials [slots, T, H].
 
     `grouped` False reads an expert's weights anew for every token of a decode step, as a kernel made for one request.
     """
@@ -213,74 +274,106 @@ def moe_experts_triton(
     """`moe_experts` with the Triton kernels. `asm` False unpacks without PTX (the interpreter has none)."""
     asm = x.dtype == torch.bfloat16 if asm is None else asm
     tokens, slots = ids.shape
-    size = block_size(tokens, slots, experts.count)
+    packed = isinstance(experts.gate_up, QuantExperts)
     decode = tokens <= DECODE_TOKENS
-    direct = tokens == 1 or (decode and not grouped)
-    groups = None if direct else group_pairs(ids, experts.count, size)
-    h, split = _gate_up(x, ids, groups, size, experts, spec, asm)
-    out_dtype = torch.float32 if decode else x.dtype
-    y = torch.empty(slots, tokens, x.shape[1], dtype=out_dtype, device=x.device)
-    _down(h, split, y, ids, groups, size, weights, experts, spec, x.dtype, asm)
-    return y if decode else y.sum(0)
+    direct = tokens <= (LAUNCHES.direct_tokens if packed else 1) or (decode and not grouped)
+    size = block_size(tokens, slots, experts.count, packed)
+    groups = None if direct else group_pairs_triton(ids, experts.count, size)
+    if decode and packed:
+        return _few_rows(x, ids, groups, 8 if direct else size, weights, experts, spec, asm)
+    y = _many_rows(x, ids, groups, size, weights, experts, spec, asm, torch.float32 if decode else x.dtype)
+    return y if decode else _sum_slots(y)
 
 
-def block_size(tokens: int, slots: int, experts: int) -> int:
-    """Rows of a block: what an expert gets on average, between 16 and 64."""
-    if tokens <= DECODE_TOKENS:
-        return 16
+def block_size(tokens: int, slots: int, experts: int, packed: bool = True) -> int:
+    """Rows of a block, from what an expert gets on average."""
     mean = tokens * slots / experts
-    return 16 if mean <= 16 else 32 if mean <= 48 else 64
+    if tokens <= DECODE_TOKENS:
+        return 8 if packed and mean <= LAUNCHES.wide_blocks else 16
+    return next(rows for most, rows in BLOCK_ROWS if mean <= most)
 
 
-def _launch_options(size: int, activates: bool = False) -> dict[str, int]:
-    """`activates`: the kernel reads partial sums, which take much shared memory a stage."""
-    if size > 16:
-        return {"num_warps": 4, "num_stages": 3}
-    return {"num_warps": 2, "num_stages": 2 if activates else 4}
+def few_strips(tokens: int, slots: int, size: int, gate_tiles: int, down_tiles: int) -> tuple[Strip, Strip]:
+    """How gate_up and down, of so many tiles of 64 outputs, are dealt to programs for blocks of `size` rows."""
+    if tokens > FEW_TOKENS:
+        return LAUNCHES.more if size == 8 else LAUNCHES.wide
+
+    def fitting(strips: tuple[Strip, ...], tiles: int) -> Strip:
+        return next((s for s in strips if slots * tiles * 64 // s[0] <= LAUNCHES.resident), strips[-1])
+
+    return fitting(LAUNCHES.few_gate, gate_tiles), fitting(LAUNCHES.few_down, down_tiles)
 
 
-def _gate_up(
-    x: Tensor, ids: Tensor, groups: Groups | None, size: int, experts: Experts, spec: MoeFfn, asm: bool
-) -> tuple[Tensor, bool]:
-    """Activated values [pairs, I], or (True) float32 partial sums [SEGMENTS, pairs, 2 * I] of too small a grid."""
-    from engine.kernels.moe_triton import gate_up_kernel
+def _few_rows(
+    x: Tensor, ids: Tensor, groups: Groups | None, size: int, weights: Tensor, experts: Experts, spec: MoeFfn,
+    asm: bool,
+) -> Tensor:  # fmt: skip
+    """The slots' terms, float32 [slots, T, H]; a row's bits depend on it and on whether there are FEW_TOKENS."""
+    from engine.kernels.moe_decode_triton import few_down_kernel, few_gate_up_kernel
 
-    pairs, slots = ids.numel(), ids.shape[1]
+    (tokens, slots), hidden = ids.shape, x.shape[1]
+    where = (ids, None, None) if groups is None else (ids, groups.order, groups.expert)
+    blocks = ids.numel() if groups is None else groups.expert.shape[0]
     packed, scales, n_tiles, k_tiles, group, groups_n, codes = _operands(experts.gate_up)
     half = n_tiles // 2
-    segments = max(1, min(SEGMENTS, k_tiles // 4)) if size == 16 else 1
-    blocks = pairs if groups is None else groups.expert.shape[0]
-    split = segments > 1 and blocks * half < MIN_PROGRAMS
-    shape = (segments, pairs, 2 * half * 64) if split else (pairs, half * 64)
-    h = torch.empty(shape, dtype=torch.float32 if split else x.dtype, device=x.device)
-    order, expert = (None, None) if groups is None else (groups.order, groups.expert)
-    gate_up_kernel[(blocks, half, segments if split else 1)](
-        x, packed, scales, experts.gate_up_bias, ids, order, expert, h, pairs, x.shape[1], groups_n, spec.alpha,
-        spec.clamp or 0.0, slots, k_tiles, half, group, size, segments, split, groups is None,
-        experts.gate_up_bias is not None, spec.clamp is not None, codes, asm, **_launch_options(size),
+    (gate_rows, gate_chunk), (down_rows, down_chunk) = few_strips(tokens, slots, size, half, -(-hidden // 64))
+    h = torch.empty(ids.numel(), half * 64, dtype=x.dtype, device=x.device)
+    shared = {"TOP_K": slots, "M": size, "DIRECT": groups is None, "ASM": asm, "num_warps": 4, "num_stages": 1}
+    launch(
+        few_gate_up_kernel, (blocks, half * 64 // gate_rows), x, packed, scales, experts.gate_up_bias, *where, h,
+        hidden, groups_n, spec.alpha, spec.clamp or 0.0, K_TILES=k_tiles, HALF_TILES=half, GROUP=group, R=gate_rows,
+        T=gate_chunk, HAS_BIAS=experts.gate_up_bias is not None, CLAMPED=spec.clamp is not None, CODES=codes, **shared,
     )  # fmt: skip
-    return h, split
-
-
-def _down(
-    h: Tensor, split: bool, y: Tensor, ids: Tensor, groups: Groups | None, size: int, weights: Tensor,
-    experts: Experts, spec: MoeFfn, dtype: torch.dtype, asm: bool,
-) -> None:  # fmt: skip
-    import triton.language as tl
-
-    from engine.kernels.moe_triton import down_kernel
-
-    slots, tokens, hidden = y.shape
     packed, scales, n_tiles, k_tiles, group, groups_n, codes = _operands(experts.down)
-    blocks = ids.numel() if groups is None else groups.expert.shape[0]
-    order, expert = (None, None) if groups is None else (groups.order, groups.expert)
-    triton_dtype = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[dtype]
-    down_kernel[(blocks, n_tiles)](
-        h, packed, scales, experts.gate_up_bias, experts.down_bias, ids, order, expert, weights, y,
-        ids.numel(), tokens, hidden, groups_n, spec.alpha, spec.clamp or 0.0,
-        slots, k_tiles, n_tiles, group, size, h.shape[0] if split else 1, split, groups is None,
-        experts.down_bias is not None, spec.clamp is not None, codes, asm, triton_dtype, **_launch_options(size, split),
+    y = torch.empty(slots, tokens, hidden, dtype=torch.float32, device=x.device)
+    launch(
+        few_down_kernel, (blocks, n_tiles * 64 // down_rows), h, packed, scales, experts.down_bias, *where, weights, y,
+        tokens, hidden, groups_n, K_TILES=k_tiles, N_TILES=n_tiles, GROUP=group, R=down_rows, T=down_chunk,
+        HAS_BIAS=experts.down_bias is not None, CODES=codes, **shared,
     )  # fmt: skip
+    return y
+
+
+def _many_rows(
+    x: Tensor, ids: Tensor, groups: Groups | None, size: int, weights: Tensor, experts: Experts, spec: MoeFfn,
+    asm: bool, out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """The slots' terms [slots, T, H] of many rows, or of dense weights."""
+    from engine.kernels.moe_prompt_triton import down_kernel, gate_up_kernel
+
+    (tokens, slots), hidden = ids.shape, x.shape[1]
+    where = (ids, None, None) if groups is None else (ids, groups.order, groups.expert)
+    blocks = ids.numel() if groups is None else groups.expert.shape[0]
+    packed, scales, n_tiles, k_tiles, group, groups_n, codes = _operands(experts.gate_up)
+    rows, stages = (16, 6) if codes == "dense" and tokens <= FEW_TOKENS else (64, 3)
+    shared = {"TOP_K": slots, "M": size, "R": rows, "DIRECT": groups is None, "ASM": asm, "num_warps": 4}
+    shared["num_stages"] = stages
+    half = n_tiles * 64 // (2 * rows)
+    h = torch.empty(ids.numel(), half * rows, dtype=x.dtype, device=x.device)
+    launch(
+        gate_up_kernel, (blocks, half), x, packed, scales, experts.gate_up_bias, *where, h, hidden, groups_n,
+        spec.alpha, spec.clamp or 0.0, K_TILES=k_tiles, HALF_TILES=half, GROUP=group,
+        HAS_BIAS=experts.gate_up_bias is not None, CLAMPED=spec.clamp is not None, CODES=codes, **shared,
+    )  # fmt: skip
+    packed, scales, n_tiles, k_tiles, group, groups_n, codes = _operands(experts.down)
+    y = torch.empty(slots, tokens, hidden, dtype=out_dtype, device=x.device)
+    n_tiles = n_tiles * 64 // rows
+    launch(
+        down_kernel, (blocks, n_tiles), h, packed, scales, experts.down_bias, *where, weights, y, tokens, hidden,
+        groups_n, K_TILES=k_tiles, N_TILES=n_tiles, GROUP=group, HAS_BIAS=experts.down_bias is not None, CODES=codes,
+        **shared,
+    )  # fmt: skip
+    return y
+
+
+def _sum_slots(y: Tensor) -> Tensor:
+    """[slots, T, H] -> [T, H], summed in float32 and rounded once."""
+    from engine.kernels.moe_prompt_triton import sum_slots_kernel
+
+    out = torch.empty(y.shape[1:], dtype=y.dtype, device=y.device)
+    grid = (-(-out.numel() // 1024),)
+    launch(sum_slots_kernel, grid, y, out, out.numel(), SLOTS=y.shape[0], BLOCK=1024, num_warps=4)
+    return out
 
 
 def _operands(weight: ExpertWeights) -> tuple[Tensor, Tensor, int, int, int, int, str]:
@@ -296,10 +389,6 @@ def _operands(weight: ExpertWeights) -> tuple[Tensor, Tensor, int, int, int, int
 
 def _dense(weight: ExpertWeights, expert: int) -> Tensor:
     return dequantize_expert(weight, expert) if isinstance(weight, QuantExperts) else weight[expert].float()
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << max(n - 1, 0).bit_length()
 
 
 def _clamped(gate: Tensor, up: Tensor, spec: MoeFfn) -> Tensor:

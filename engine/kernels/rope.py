@@ -16,6 +16,9 @@ from engine.kernels.norm import rms_norm_reference
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """The largest stored value of the 8-bit cache dtypes: a (token, head) has scale = max|value| / LARGEST."""
 
+MANY_ROWS = 256
+"""Rows from which the kernel's programs are larger."""
+
 
 def inverse_frequencies(rope: Rope) -> Tensor:
     """Radians a position of every pair, float64 [rotary_dim / 2]."""
@@ -194,8 +197,11 @@ def qk_norm_rope_write_triton(
     if not rows:
         return q, gate
     splits, split_stride, row_stride = partials_of(y)
-    per_program = max(1, 512 // power_of_2(dim))
-    blocks = -(-spec.heads // per_program) + -(-spec.kv_heads // per_program)
+    # One warp takes 512 values. With many rows four warps share a program, or too few would fit a multiprocessor.
+    warps = 4 if rows >= MANY_ROWS else 1
+    per_program = max(1, warps * 512 // power_of_2(dim))
+    query_blocks, key_blocks = -(-spec.heads // per_program), -(-spec.kv_heads // per_program)
+    blocks = (2 if spec.output_gate else 1) * query_blocks + 2 * key_blocks
     half = spec.rope.rotary_dim // 2
     launch(
         qk_norm_rope_write_kernel, (rows, blocks),
@@ -205,6 +211,6 @@ def qk_norm_rope_write_triton(
         HALF=half, HALF_BLOCK=power_of_2(half), REST=dim - 2 * half, REST_BLOCK=power_of_2(dim - 2 * half),
         INTERLEAVED=spec.rope.interleaved, QUERY_SCALE=spec.rope.query_scale_beta != 0.0, GATE=spec.output_gate,
         BIAS=bias is not None, NORM=q_weight is not None, PLUS_ONE=plus_one,
-        LARGEST=LARGEST.get(cache.k.dtype, 0.0), num_warps=1,
+        LARGEST=LARGEST.get(cache.k.dtype, 0.0), num_warps=warps,
     )  # fmt: skip
     return q, gate

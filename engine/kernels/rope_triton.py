@@ -77,13 +77,23 @@ def qk_norm_rope_write_kernel(
     REST_BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr, QUERY_SCALE: tl.constexpr, GATE: tl.constexpr,
     BIAS: tl.constexpr, NORM: tl.constexpr, PLUS_ONE: tl.constexpr, LARGEST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows, query blocks + key blocks): PER_PROGRAM query heads a program, or as many key and value heads."""
+    """Grid (rows, blocks of query, gate, key and value heads): a program has PER_PROGRAM heads of one kind and row.
+
+    It reads its values of y (and of every partial sum) once and writes them once. Positions, slots, the table and the
+    weights were written by no kernel: they are read before the wait.
+    """
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     query_blocks: tl.constexpr = (HEADS + PER_PROGRAM - 1) // PER_PROGRAM
+    key_first: tl.constexpr = 2 * query_blocks if GATE else query_blocks
+    value_first: tl.constexpr = key_first + (KV_HEADS + PER_PROGRAM - 1) // PER_PROGRAM
     is_query = block < query_blocks
-    head = tl.where(is_query, block, block - query_blocks) * PER_PROGRAM + tl.arange(0, PER_PROGRAM)[:, None]
-    head_inside = head < tl.where(is_query, HEADS, KV_HEADS)
+    is_gate = (block >= query_blocks) & (block < key_first)
+    is_value = block >= value_first
+    of_queries = block < key_first
+    first = tl.where(is_query, 0, tl.where(is_gate, query_blocks, tl.where(is_value, value_first, key_first)))
+    head = (block - first) * PER_PROGRAM + tl.arange(0, PER_PROGRAM)[:, None]
+    head_inside = head < tl.where(of_queries, HEADS, KV_HEADS)
     pair = tl.arange(0, HALF_BLOCK)[None, :]
     a_index = 2 * pair if INTERLEAVED else pair
     b_index = a_index + (1 if INTERLEAVED else HALF)
@@ -92,7 +102,22 @@ def qk_norm_rope_write_kernel(
     c_mask = head_inside & (c_index < DIM)
     head_width: tl.constexpr = 2 * DIM if GATE else DIM
     k_start: tl.constexpr = HEADS * head_width
-    start = tl.where(is_query, head * head_width, k_start + head * DIM)
+    v_start: tl.constexpr = k_start + KV_HEADS * DIM
+    own_start = tl.where(is_gate, DIM, tl.where(is_value, v_start, tl.where(of_queries, 0, k_start)))
+    start = own_start + head * tl.where(of_queries, head_width, DIM)
+
+    slot = tl.load(slots_ptr + row)
+    table_row = table_ptr + tl.load(positions_ptr + row).to(tl.int64) * table_stride
+    cos = tl.load(table_row + pair, mask=pair < HALF, other=0.0)
+    sin = tl.load(table_row + HALF + pair, mask=pair < HALF, other=0.0)
+    if NORM:
+        weight_ptr = k_weight_ptr
+        if is_query:
+            weight_ptr = q_weight_ptr
+        a_weight = _weight_piece(weight_ptr, a_index, pair < HALF, PLUS_ONE)
+        b_weight = _weight_piece(weight_ptr, b_index, pair < HALF, PLUS_ONE)
+        if REST:
+            c_weight = _weight_piece(weight_ptr, c_index, c_index < DIM, PLUS_ONE)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -103,48 +128,34 @@ def qk_norm_rope_write_kernel(
     c = tl.zeros([PER_PROGRAM, REST_BLOCK], tl.float32)
     if REST:
         c = _load_piece(y_row, bias_ptr, start + c_index, c_mask, split_stride, SPLITS, BIAS)
-    if NORM:
-        square = tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)
-        if REST:
-            square += tl.sum(c * c, axis=1)
-        scale = tl.rsqrt(square / DIM + eps)[:, None]
-        weight_ptr = k_weight_ptr
-        if is_query:
-            weight_ptr = q_weight_ptr
-        a *= scale * _weight_piece(weight_ptr, a_index, pair < HALF, PLUS_ONE)
-        b *= scale * _weight_piece(weight_ptr, b_index, pair < HALF, PLUS_ONE)
-        if REST:
-            c *= scale * _weight_piece(weight_ptr, c_index, c_index < DIM, PLUS_ONE)
-    table_row = table_ptr + tl.load(positions_ptr + row).to(tl.int64) * table_stride
-    cos = tl.load(table_row + pair, mask=pair < HALF, other=0.0)
-    sin = tl.load(table_row + HALF + pair, mask=pair < HALF, other=0.0)
-    a, b = a * cos - b * sin, b * cos + a * sin
-
-    if is_query:
+    if (not is_gate) & (not is_value):
+        if NORM:
+            square = tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)
+            if REST:
+                square += tl.sum(c * c, axis=1)
+            scale = tl.rsqrt(square / DIM + eps)[:, None]
+            a *= scale * a_weight
+            b *= scale * b_weight
+            if REST:
+                c *= scale * c_weight
+        a, b = a * cos - b * sin, b * cos + a * sin
         if QUERY_SCALE:
-            factor = tl.load(table_row + 2 * HALF)
+            factor = tl.where(is_query, tl.load(table_row + 2 * HALF), 1.0)
             a *= factor
             b *= factor
             c *= factor
+    if of_queries:
+        out_ptr = q_ptr
+        if GATE:  # noqa: SIM102 - the outer branch is taken when compiling
+            if is_gate:
+                out_ptr = gate_ptr
         at = (row * HEADS + head) * DIM
-        _store_quantized(q_ptr, a, b, c, at, a_index, b_index, c_index, a_mask, c_mask, 1.0, 0, REST)
-        if GATE:
-            gate_a = _load_piece(y_row, bias_ptr, start + DIM + a_index, a_mask, split_stride, SPLITS, BIAS)
-            gate_b = _load_piece(y_row, bias_ptr, start + DIM + b_index, a_mask, split_stride, SPLITS, BIAS)
-            gate_c = c
-            if REST:
-                gate_c = _load_piece(y_row, bias_ptr, start + DIM + c_index, c_mask, split_stride, SPLITS, BIAS)
-            _store_quantized(
-                gate_ptr, gate_a, gate_b, gate_c, at, a_index, b_index, c_index, a_mask, c_mask, 1.0, 0, REST
-            )
+        _store_quantized(out_ptr, a, b, c, at, a_index, b_index, c_index, a_mask, c_mask, 1.0, 0, REST)
     else:
-        slot = tl.load(slots_ptr + row)
-        _write_cache(k_cache_ptr, k_scale_ptr, slot, head, head_inside, a, b, c, a_index, b_index, c_index,
-                     a_mask, c_mask, KV_HEADS, DIM, PAGE, LARGEST, REST)  # fmt: skip
-        start += KV_HEADS * DIM
-        a = _load_piece(y_row, bias_ptr, start + a_index, a_mask, split_stride, SPLITS, BIAS)
-        b = _load_piece(y_row, bias_ptr, start + b_index, a_mask, split_stride, SPLITS, BIAS)
-        if REST:
-            c = _load_piece(y_row, bias_ptr, start + c_index, c_mask, split_stride, SPLITS, BIAS)
-        _write_cache(v_cache_ptr, v_scale_ptr, slot, head, head_inside, a, b, c, a_index, b_index, c_index,
+        cache_ptr, scale_ptr = k_cache_ptr, k_scale_ptr
+        if is_value:
+            cache_ptr = v_cache_ptr
+            if LARGEST > 0:
+                scale_ptr = v_scale_ptr
+        _write_cache(cache_ptr, scale_ptr, slot, head, head_inside, a, b, c, a_index, b_index, c_index,
                      a_mask, c_mask, KV_HEADS, DIM, PAGE, LARGEST, REST)  # fmt: skip

@@ -19,6 +19,10 @@ NOISE_BLOCK = 2048
 """Tokens that share 512 Philox counters: token v of block b = v // 2048 takes word v % 2048 // 512 of counter
 (512 b + v % 512, position, 0, 0) under key `seed`. Part of what a seed means: not a tuning parameter."""
 
+GROUP = NOISE_BLOCK // 16
+KEPT_GROUPS = 64
+"""Groups of 128 tokens of a row that a program holds in registers: 16 values a thread of 16 warps."""
+
 _MASK = 0xFFFFFFFF
 
 
@@ -36,6 +40,22 @@ class SamplingTensors:
     seed: Tensor
     position: Tensor
     greedy: bool = False
+
+
+@dataclass(frozen=True)
+class TokenPlaces:
+    """Where chosen tokens are kept on the device: in pool int32 [slots] at `slots` int64 [R], where the next step finds
+    them, and at the start of the row `row` int64 [1] of ring int32 [depth, >= R], whence they go to the host."""
+
+    pool: Tensor
+    slots: Tensor
+    ring: Tensor
+    row: Tensor
+
+    def keep(self, tokens: Tensor) -> None:
+        """Puts tokens int32 [R] there."""
+        self.pool.index_copy_(0, self.slots, tokens)
+        self.ring[:, : tokens.shape[0]].index_copy_(0, self.row, tokens[None])
 
 
 def _multiply(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -93,16 +113,21 @@ def _kept(x: Tensor, top_k: int, top_p: float) -> Tensor:
     return x
 
 
-def sample(logits: Tensor, params: SamplingTensors) -> Tensor:
-    """See sample_reference."""
-    return (sample_triton if logits.is_cuda else sample_reference)(logits, params)
+def sample(logits: Tensor, params: SamplingTensors, places: TokenPlaces | None = None) -> Tensor:
+    """See sample_reference; the tokens are kept in `places` too, where there are any."""
+    if logits.is_cuda:
+        return sample_triton(logits, params, places)
+    tokens = sample_reference(logits, params)
+    if places is not None:
+        places.keep(tokens)
+    return tokens
 
 
-def sample_triton(logits: Tensor, params: SamplingTensors) -> Tensor:
+def sample_triton(logits: Tensor, params: SamplingTensors, places: TokenPlaces | None = None) -> Tensor:
     """sample in two launches: one reads the logits, split over the vocabulary; one finishes every row.
 
-    A row with top-k or top-p is finished by passes over its values until a draw lies in the set: one in most cases.
-    Such rows need 8 bytes a token of scratch.
+    A row with top-k or top-p is finished from the KEPT_GROUPS groups of tokens that hold its largest values, in
+    registers; where the set reaches below those, by passes over all values. Such rows need 8 bytes a token of scratch.
     """
     from engine.kernels.sample_triton import choose_block_kernel, choose_row_kernel
 
@@ -114,19 +139,22 @@ def sample_triton(logits: Tensor, params: SamplingTensors) -> Tensor:
     splits, split_stride, row_stride = partials_of(logits)
     best = torch.empty((rows, blocks), dtype=torch.float32, device=logits.device)
     best_id = torch.empty((rows, blocks), dtype=torch.int32, device=logits.device)
-    top = torch.empty_like(best)
+    groups = NOISE_BLOCK // GROUP * blocks
+    top, mass = torch.empty((2, rows, groups), dtype=torch.float32, device=logits.device)
+    chosen = torch.empty((rows, KEPT_GROUPS), dtype=torch.int32, device=logits.device)
     scratch = torch.empty((2, rows, 0 if params.greedy else vocab), dtype=torch.float32, device=logits.device)
     launch(
         choose_block_kernel, (rows, blocks),
-        logits, best, best_id, top, scratch[0], scratch[1], params.temperature, params.top_k, params.top_p,
+        logits, best, best_id, top, mass, scratch[0], scratch[1], params.temperature, params.top_k, params.top_p,
         params.seed, params.position, vocab, split_stride, row_stride,
-        SPLITS=splits, LANES=NOISE_BLOCK // 4, DRAW=not params.greedy, num_warps=4,
+        SPLITS=splits, LANES=NOISE_BLOCK // 4, GROUP=GROUP, DRAW=not params.greedy, num_warps=4,
     )  # fmt: skip
+    kept = (None,) * 4 if places is None else (places.pool, places.slots, places.ring, places.row)
     launch(
         choose_row_kernel, (rows,),
-        best, best_id, top, scratch[0], scratch[1], tokens, params.temperature, params.top_k, params.top_p,
-        vocab, blocks,
-        BLOCKS=power_of_2(blocks), CHUNK=min(4096, power_of_2(vocab)), DRAW=not params.greedy,
-        num_warps=4 if params.greedy else 16,
+        best, best_id, top, mass, scratch[0], scratch[1], tokens, params.temperature, params.top_k, params.top_p,
+        chosen, *kept, 0 if places is None else places.ring.stride(0), vocab, blocks, groups,
+        BLOCKS=power_of_2(blocks), CHUNK=min(4096, power_of_2(vocab)), GROUPS=power_of_2(groups), KEPT=KEPT_GROUPS,
+        GROUP=GROUP, DRAW=not params.greedy, PLACES=places is not None, num_warps=4 if params.greedy else 16,
     )  # fmt: skip
     return tokens

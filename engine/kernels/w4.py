@@ -354,10 +354,12 @@ def w4_dequantize(w: QuantWeight, dtype: torch.dtype) -> Tensor:
     return w4_dequantize_triton(w, dtype) if w.packed.is_cuda else dequantize(w, dtype)
 
 
-def w4_dequantize_triton(w: QuantWeight, dtype: torch.dtype) -> Tensor:
+def w4_dequantize_triton(w: QuantWeight, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """w4_dequantize, into `out` [n, k] where it is given."""
     from engine.kernels.w4_triton import w4_dequantize_kernel
 
-    out = torch.empty(w.n, w.k, dtype=dtype, device=w.packed.device)
+    if out is None:
+        out = torch.empty(w.n, w.k, dtype=dtype, device=w.packed.device)
     w4_dequantize_kernel[(w.k_tiles, w.n_tiles)](
         w.packed, w.scales, w.zeros, out, w.n, w.k, w.k_tiles, HAS_ZEROS=w.zeros is not None, GROUP=w.group
     )

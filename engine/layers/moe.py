@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.batch import Batch
 from engine.config import MoeFfn
-from engine.kernels.moe import Experts, moe_experts, route, router_logits
+from engine.kernels.moe import Experts, choose_experts, moe_experts
 from engine.layers.build import Build
 from engine.layers.linear import Linear
 from engine.weights.experts import read_experts
@@ -65,8 +65,9 @@ class MoeLayer:
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         """x [T, H] -> [T, H] or Partials."""
-        logits = router_logits(x, self.router)
-        ids, weights = route(logits, self.spec, self.router_bias, self.selection_bias, self.experts.shared)
+        logits, ids, weights = choose_experts(
+            x, self.router, self.spec, self.router_bias, self.selection_bias, self.experts.shared
+        )
         y = moe_experts(x, ids, weights, self.experts, self.spec, grouped=self.matrices.kernels == "fused")
         if self.shared is None:
             return y

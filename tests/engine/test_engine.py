@@ -155,7 +155,7 @@ def test_min_tokens_of_an_answer_of_fixed_length_costs_no_captured_step(folder, 
     launch = engine.loop.runner.launch
 
     def recorded(plan, banned):
-        shapes = GraphShapes.of(8, 512, prompts=True)
+        shapes = GraphShapes.of(8, 512, longest_prompt=512)
         orders.append(make_order(plan, banned, 16, 8, loop == "inverted", shapes))
         return launch(plan, banned)
 

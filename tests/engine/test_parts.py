@@ -14,7 +14,7 @@ from engine.graphs import buckets_up_to
 from engine.inputs import StepInputs, StepShape
 from engine.kernels import w4_cpu
 from engine.layers.linear import Linear
-from engine.memory import model_weights, plan_memory
+from engine.memory import MemoryPlan, largest_matrix, model_weights, plan_memory
 from engine.models import catalogue_entries, model_config
 from engine.order import fill, plan_shape
 from engine.pages import PagePool
@@ -141,6 +141,45 @@ def test_a_model_that_does_not_fit_is_refused_with_what_would():
         plan_memory(model, greedy, torch.bfloat16, 100 * gib)
     small = plan_memory(model, replace(config, max_streams=64), torch.bfloat16, 24 * gib)
     assert 65 <= small.pages < 64 * 64
+
+
+def test_unpacked_matrices_are_held_where_the_cache_hardly_misses_them():
+    model, gib = model_config("Qwen3-32B"), 1 << 30
+    config = EngineConfig("Qwen3-32B", device="cuda", max_streams=64, max_model_len=8192)
+    weights, unpacked = plan_memory(model, config, torch.bfloat16, 200 * gib).weights, 2 * 2 * 51200 * 5120
+    enough = weights + gib + 16 * unpacked
+    roomy, tight = (plan_memory(model, config, torch.bfloat16, free) for free in (enough, enough - 1))
+    assert roomy.ahead and not tight.ahead
+    assert (tight.pages - roomy.pages) * roomy.cache // roomy.pages == pytest.approx(unpacked, rel=0.02)
+    wanted = replace(config, cache_tokens=(enough - weights - gib) // (64 * 8 * 128 * 2 * 2) - 128)
+    assert not plan_memory(model, wanted, torch.bfloat16, enough).ahead
+    dense = replace(config, switches=Switches(weights_dtype="bf16"))
+    assert not plan_memory(model, dense, torch.bfloat16, 200 * gib).ahead
+    assert not plan_memory(model, replace(config, device="cpu"), torch.bfloat16, 200 * gib).ahead
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_all_but_the_head_is_unpacked_ahead_where_the_plan_has_room(ahead, checkpoints, monkeypatch):
+    given = []
+    monkeypatch.setattr("engine.assemble.unpack_ahead", lambda layers, dtype, device: given.append(layers))
+    monkeypatch.setattr("engine.assemble.plan_memory", lambda *_: MemoryPlan(0, 0, 0, 8, ahead))
+    config = EngineConfig("", weights=str(checkpoints["llama"]), max_streams=1, max_model_len=64)
+    decoder = Engine.load(config).stage.decoder
+    linears = list(decoder.linears.values())
+    assert linears[-1] is decoder.head
+    assert given == ([linears[:-1]] if ahead else [])
+
+
+@pytest.mark.parametrize(
+    ("name", "elements"),
+    [
+        ("Qwen3-32B", 2 * 25600 * 5120),
+        ("Qwen3.6-35B-A3B", 2048 * (2 * 2048 + 2 * 4096 + 2 * 32)),
+        ("GLM-4.7-Flash", 2 * 10240 * 2048),
+    ],
+)
+def test_the_largest_matrix_that_is_unpacked(name, elements):
+    assert largest_matrix(model_config(name)) == elements
 
 
 def track(name, prompt, slot, pages, tokens=()):

@@ -19,7 +19,7 @@ CHECKED = [
     case
     for case in itertools.chain(
         cases.norm_cases(), cases.activation_cases(), cases.rope_cases(), cases.sample_cases(),
-        cases.decode_cases(False), cases.prefill_cases(False),
+        cases.start_cases(), cases.decode_cases(False), cases.prefill_cases(False),
     )
     if case.check is not None
 ]  # fmt: skip

@@ -10,11 +10,7 @@ from kernel_cases import filled_cache, make_batch, token_slots
 
 from engine.kernels._launch import arrival_counters
 from engine.kernels.attention_decode import MOST_COMBINED, Segments, decode_attention, decode_attention_triton
-from engine.kernels.attention_prefill import (
-    prefill_attention,
-    prefill_attention_library,
-    prefill_attention_triton,
-)
+from engine.kernels.attention_prefill import prefill_attention, prefill_attention_triton
 
 
 def dense(q, cache, batch, scale, window=None, sinks=None):
@@ -173,11 +169,3 @@ def test_prefill_in_pieces_is_bit_equal_to_prefill_at_once():
         piece = make_batch([end - begin], [end], 16)[0]
         piece.page_table = batch.page_table
         assert torch.equal(prefill_attention_triton(q[begin:end], cache, piece, scale), whole[begin:end])
-
-
-@pytest.mark.parametrize(("rows", "length"), [(1, 1), (70, 70), (64, 64), (33, 130), (1, 65)])
-@pytest.mark.parametrize("heads,kv_heads,dim", [(4, 2, 16), (6, 1, 32)])
-def test_the_library_reads_one_request_from_its_pages(rows, length, heads, kv_heads, dim):
-    q, cache, batch, scale = setup([rows], [length], heads, kv_heads, dim, 16, torch.float32)
-    assert batch.max_kv == length
-    close(prefill_attention_library(q, cache, batch, scale), dense(q, cache, batch, scale), torch.float32)

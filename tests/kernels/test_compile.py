@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize("target", ["80", "90", "120"])
 def test_every_kernel_compiles_within_its_record(target):
-    # the record holds for one version of Triton; under another the tool judges spills and shared memory alone
+    # the record holds for one version of Triton; under another the tool judges shared memory alone
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0"}
     command = [sys.executable, "-m", "tools.compile_offline", "--targets", target]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -33,6 +33,10 @@ def test_unpacking_stays_short():
     for case, bound in most.items():
         kernel = f"{case} / w4_{case.split()[1]}_kernel"
         assert 1.5 < record[kernel]["sm_90"]["loop_per_weight"] < bound
+    for product in ("gate_up", "down"):
+        figures = record[f"experts qwen3.6 1 / few_{product}_kernel"]["sm_90"]
+        assert 1.5 < figures["loop_per_weight"] < 2.6
+        assert figures["registers"] <= 128, "four programs must fit a multiprocessor"
 
 
 def test_every_record_is_clean():
@@ -50,12 +54,11 @@ def test_problems_are_named():
     assert "has no record for sm_120" in problems({"new": {"sm_120": good}}, record)[0]
 
 
-def test_the_growth_of_another_compiler_is_no_problem_but_its_spills_and_shared_memory_are():
+def test_growth_and_spills_of_another_compiler_are_no_problem_but_its_shared_memory_is():
     before = {"registers": 100, "spilled": 0, "shared": 1000, "loop": 200, "loop_per_key": 3.0}
-    now = before | {"registers": 200, "loop": 400}
+    now = before | {"registers": 200, "loop": 400, "spilled": 8}
     record = {"k": {"sm_120": before}}
     assert problems({"k": {"sm_120": now}}, record, same_compiler=False) == []
-    assert "spills 8" in problems({"k": {"sm_120": now | {"spilled": 8}}}, record, same_compiler=False)[0]
     assert "needs 101377" in problems({"k": {"sm_120": now | {"shared": 101377}}}, record, same_compiler=False)[0]
 
 

@@ -95,6 +95,7 @@ SPECS = {
     "odd head": replace(PLAIN, head_dim=48, rope=Rope(rotary_dim=48)),
     "partial, gate, norm": Attention(4, 2, 32, Rope(rotary_dim=8), 0.25, output_gate=True, qk_norm=True),
     "interleaved": replace(PLAIN, rope=Rope(rotary_dim=12, interleaved=True), bias=True, qk_norm=True),
+    "many blocks of heads": Attention(5, 3, 256, Rope(rotary_dim=8), 0.25, output_gate=True, qk_norm=True),
     "query scale": replace(PLAIN, rope=Rope(rotary_dim=16, original_max=3, query_scale_beta=0.3)),
 }  # fmt: skip
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from engine.kernels.sample import (
     SamplingTensors,
+    TokenPlaces,
     exponential_noise,
     philox,
     sample,
@@ -110,3 +111,54 @@ def test_a_row_draws_the_same_alone_and_in_a_batch():
     together = sample_triton(logits, wanted).tolist()
     for rows in (1, 2, 5):
         assert sample_triton(logits[:rows], first_rows(wanted, rows)).tolist() == together[:rows]
+
+
+@pytest.mark.parametrize("top_k,top_p,spread", [(20, 0.95, 12.0), (40, 1.0, 1.0), (0, 0.9, 12.0), (0, 0.9, 1.0),
+                                                (3, 0.0, 1.0), (200, 0.8, 1.0)])  # fmt: skip
+def test_large_rows_draw_what_sorting_draws_from_a_few_groups_or_from_all(top_k, top_p, spread):
+    """272 groups of tokens, more than are held: flat rows and large sets are finished by passes over all values."""
+    logits = torch.randn((2, 34_816), generator=torch.Generator().manual_seed(top_k)) * spread
+    wanted = params(2, 0.7, top_k, top_p, torch.tensor([3, 2**40]), torch.tensor([17, 1]))
+    assert sample_triton(logits, wanted).tolist() == sample_reference(logits, wanted).tolist()
+
+
+@pytest.mark.parametrize("vocab", [6144, 8192, 8193])
+def test_a_set_reaches_below_the_largest_values_of_all_groups_held(vocab):
+    """48, 64 and 80 groups of tokens of nearly equal probability, where 64 are held: a set has tokens of every rank."""
+    logits = torch.randn((4, vocab), generator=torch.Generator().manual_seed(vocab)) * 0.1
+    wanted = params(4, 1.0, 0, 0.98, torch.arange(4))
+    assert sample_triton(logits, wanted).tolist() == sample_reference(logits, wanted).tolist()
+
+
+def test_banned_tokens_are_in_no_set():
+    """All but three tokens of two groups at -inf: fewer groups with a value than are held, and fewer tokens than k."""
+    logits = torch.full((3, 20_000), float("-inf"))
+    logits[:, [3, 4, 19_999]] = torch.tensor([1.0, 0.5, 0.9])
+    wanted = params(3, 1.0, torch.tensor([5, 2, 0]), torch.tensor([1.0, 1.0, 0.9]), torch.arange(3))
+    assert sample_triton(logits, wanted).tolist() == sample_reference(logits, wanted).tolist()
+
+
+def test_equal_values_in_more_groups_than_are_held():
+    logits = torch.full((3, 34_816), -5.0)
+    logits[:, [0, 30_000]] = 9.0
+    wanted = params(3, 0.5, torch.tensor([5, 5, 0]), torch.tensor([1.0, 0.4, 0.4]), torch.arange(3))
+    drawn = sample_triton(logits, wanted).tolist()
+    assert drawn == sample_reference(logits, wanted).tolist() and set(drawn) <= {0, 30_000}
+
+
+def test_zeros_of_both_signs_are_equal():
+    logits = torch.full((4, 600), -9.0)
+    logits[:, ::2], logits[:, 1:599:2] = 0.0, -0.0
+    wanted = params(4, 1.0, 2, 1.0, torch.arange(4))
+    assert sample_triton(logits, wanted).tolist() == sample_reference(logits, wanted).tolist()
+
+
+@BOTH
+def test_tokens_are_kept_for_the_next_step_and_for_the_host(function):
+    logits = torch.zeros((3, 700))
+    logits[0, 5], logits[1, 600], logits[2, 7] = 1.0, 1.0, 1.0
+    pool, ring = torch.full((6,), -1, dtype=torch.int32), torch.full((3, 4), -1, dtype=torch.int32)
+    places = TokenPlaces(pool, torch.tensor([4, 1, 2]), ring, torch.tensor([2]))
+    assert function(logits, params(3, temperature=0.0, greedy=True), places).tolist() == [5, 600, 7]
+    assert pool.tolist() == [-1, 600, 7, -1, 5, -1]
+    assert ring.tolist() == [[-1] * 4, [-1] * 4, [5, 600, 7, -1]]

@@ -10,6 +10,8 @@ from layer_oracle import Session, our_config, our_decoder, reference_model
 
 from engine.config import ModelConfig, MoeFfn
 from engine.kernels import deltanet
+from engine.layers.linear import Linear
+from engine.memory import largest_matrix
 
 FAMILIES = ["qwen3_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next", "glm4_moe_lite", "gpt_oss"]
 LENGTH = 70
@@ -39,6 +41,16 @@ def test_prompt(pair):
     name, model, decoder = pair
     tokens = prompt()
     torch.testing.assert_close(Session(decoder).feed({0: tokens})[0], expected(model, tokens), **tolerance(name))
+
+
+def test_linear_layers_stand_in_the_order_of_their_products(pair, monkeypatch):
+    """Unpacking one matrix ahead relies on it, and on the size of the largest."""
+    decoder, products, product = pair[2], [], Linear._product
+    monkeypatch.setattr(Linear, "_product", lambda layer, x: products.append(layer) or product(layer, x))
+    Session(decoder).feed({0: prompt()})
+    linears = [layer for layer in decoder.linears.values() if isinstance(layer, Linear)]
+    assert products == linears and products[-1] is decoder.head
+    assert max(layer.in_features * layer.out_features for layer in linears[:-1]) <= largest_matrix(decoder.config)
 
 
 def test_cached_decode(pair):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from layer_oracle import our_config, reference_model
 
 from engine.config import DeltaNet
-from engine.kernels.moe import route, router_logits
+from engine.kernels.moe import choose_experts
 from engine.layers.build import Build
 from engine.layers.deltanet import interleaved_order
 from engine.layers.moe import MoeLayer
@@ -80,7 +80,7 @@ def test_synthetic_routers_use_every_expert(name):
     source = SyntheticSource(config, "fp32", torch.device("cpu"), torch.float32, 0)
     layer = MoeLayer(config.layers[-1].ffn, Build(config, source, torch.device("cpu"), torch.float32, "fused", 16), "m")
     spec = layer.spec
-    logits = router_logits(torch.randn(400, config.hidden), layer.router)
-    ids, _ = route(logits, spec, layer.router_bias, layer.selection_bias, False)
+    x = torch.randn(400, config.hidden)
+    _, ids, _ = choose_experts(x, layer.router, spec, layer.router_bias, layer.selection_bias, False)
     counts = ids.flatten().bincount(minlength=spec.experts)
     assert counts.min() > 400 * spec.top_k / spec.experts / 3
