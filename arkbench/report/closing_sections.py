@@ -42,7 +42,8 @@ DEFINITIONS = (
         "Limit",
         "The tokens per second that the memory bus allows: tokens of a step × measured copy bandwidth / bytes that the "
         "step must read (weights once, plus the cache of every stream); or what the measured matrix rate allows, where "
-        "that is the smaller. Fraction of the limit = measured / limit.",
+        "that is the smaller. Fraction of the limit = measured / limit. Both rates are measured once, at the start: "
+        "more than 100 % says that the machine was slower then.",
     ),
     (
         "Median and spread",

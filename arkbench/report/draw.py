@@ -249,7 +249,7 @@ def _horizontal_bar(ax: Axes, series: BarSeries, group: int, at: float, top: flo
 
 def _axis_number(kind: str) -> ticker.FuncFormatter:
     if kind == "percent":
-        return ticker.FuncFormatter(lambda value, _: f"{100 * value:.0f} %")
+        return ticker.FuncFormatter(lambda value, _: f"{round(100 * value, 6):g} %")
     if kind == "ratio":
         return ticker.FuncFormatter(lambda value, _: f"{value:g}×")
     return ticker.FuncFormatter(lambda value, _: f"{value:,.6g}")

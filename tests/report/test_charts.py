@@ -103,6 +103,16 @@ def test_the_bars_stand_at_their_values() -> None:
     assert {"2", "6", "3.00×"} <= {text.get_text() for text in axes.texts}
 
 
+def test_small_fractions_have_ticks_that_differ() -> None:
+    panel = BarPanel("p", ["x", "y"], [BarSeries("a", [0.006, 0.002])])
+    chart = Bars("k", "t", "alt", [panel], "v", horizontal=True, kind="percent")
+    with draw.matplotlib.rc_context(style.rc("k")):
+        axes = draw._canvas(chart, draw.WIDE).axes[0]
+        ticks = [axes.xaxis.get_major_formatter()(value) for value in axes.get_xticks()]
+    assert ticks[0] == "0 %" and "0.2 %" in ticks
+    assert len(set(ticks)) == len(ticks)
+
+
 @pytest.mark.parametrize("palette", [style.LIGHT, style.DARK])
 def test_contrast(palette: dict[str, str]) -> None:
     """WCAG AA: 4.5 for text, 3 for graphics."""
