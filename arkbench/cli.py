@@ -188,7 +188,12 @@ def serve(
     api_key: Annotated[str | None, typer.Option(envvar="ARKBENCH_API_KEY", help="Key that clients must send.")] = None,
     max_concurrent: Annotated[int, typer.Option(min=1, help="Requests at once; more are refused (429).")] = 64,
     first_token_timeout: Annotated[float, typer.Option(min=0, help="Seconds a first token may take.")] = 90.0,
-    cache_tokens: Annotated[int | None, typer.Option(min=1, help="Room of the KV cache, tokens.")] = None,
+    cache_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Room of the KV cache, tokens; default: all streams at full length, or what memory has free."
+        ),
+    ] = None,
 ) -> None:
     """Serves the bundled engine behind an OpenAI-compatible API until SIGTERM."""
     from arkbench import plan

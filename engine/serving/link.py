@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -51,7 +52,10 @@ class EngineLink:
                 select.select([self._channel], [], [])
                 messages = self._channel.receive()
         except ChannelClosed:
-            raise RuntimeError(f"the engine's process ended at its start ({self._exit()})") from None
+            message = f"the engine's process ended at its start ({self._exit()})"
+            if self.process.returncode == -signal.SIGKILL:
+                message += "; where the memory ran out, give fewer --cache-tokens"
+            raise RuntimeError(message) from None
         if isinstance(messages[0], Failed):
             self.process.wait()
             raise (EngineError if messages[0].mistake else RuntimeError)(messages[0].message)

@@ -47,6 +47,8 @@ class ScriptedEngine:
     def __init__(self, config: EngineConfig) -> None:
         if config.model == "unknown":
             raise EngineError("unknown model 'unknown': take another")
+        if config.model == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
         if config.model == "broken":
             raise ZeroDivisionError("by zero")
         self.config = config

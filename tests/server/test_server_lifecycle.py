@@ -162,6 +162,11 @@ def test_the_ready_line(words: Any) -> None:
     [
         ("unknown", 2, "unknown model 'unknown': take another"),
         ("broken", 1, "the engine did not start: ZeroDivisionError: by zero"),
+        (
+            "killed",
+            1,
+            "the engine's process ended at its start (signal 9); where the memory ran out, give fewer --cache-tokens",
+        ),
     ],
 )
 def test_an_engine_that_does_not_start(start: Any, model: str, code: int, message: str) -> None:
