@@ -204,7 +204,7 @@ def _vertical_panel(ax: Axes, panel: BarPanel, kind: str, number: int, width: fl
     ax.set_xticks(range(len(panel.groups)), panel.groups)
     ax.tick_params(axis="x", length=0)
     ax.yaxis.set_major_formatter(_axis_number(kind))
-    ax.yaxis.set_major_locator(ticker.MaxNLocator(5))
+    ax.yaxis.set_major_locator(ticker.MaxNLocator(5) if values else ticker.NullLocator())
     ax.grid(axis="y")
     ax.spines["left"].set_visible(False)
 

@@ -103,6 +103,14 @@ def test_the_bars_stand_at_their_values() -> None:
     assert {"2", "6", "3.00×"} <= {text.get_text() for text in axes.texts}
 
 
+def test_a_panel_without_a_figure_has_no_scale() -> None:
+    panels = [BarPanel(name, ["x"], [BarSeries("a", [value])]) for name, value in (("p", 2.0), ("m", None))]
+    with draw.matplotlib.rc_context(style.rc("k")):
+        full, empty = draw._canvas(Bars("k", "t", "alt", panels, "v"), draw.WIDE).axes
+    assert len(full.get_yticks()) > 1
+    assert list(empty.get_yticks()) == []
+
+
 def test_small_fractions_have_ticks_that_differ() -> None:
     panel = BarPanel("p", ["x", "y"], [BarSeries("a", [0.006, 0.002])])
     chart = Bars("k", "t", "alt", [panel], "v", horizontal=True, kind="percent")
