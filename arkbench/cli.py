@@ -23,6 +23,7 @@ app = typer.Typer(
 
 # The parser's own class, by way of a name that typer makes public: newer ones bring their own copy of click.
 _UsageError = typer.BadParameter.__bases__[0]
+_MOST_DIGITS = 18
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG)
 
 
@@ -36,8 +37,8 @@ def _numbers(text: str | None, option: str) -> tuple[int, ...] | None:
     if text is None:
         return None
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise UserError(f"{option} {text}: it takes positive whole numbers with commas between, for example 1,8,64")
+    if not all(part.isdecimal() and len(part) <= _MOST_DIGITS and int(part) > 0 for part in parts):
+        raise UserError(f"{option} {text:.80}: it takes positive whole numbers with commas between, for example 1,8,64")
     return tuple(dict.fromkeys(int(part) for part in parts))
 
 
@@ -59,7 +60,7 @@ def run(
     prompt_tokens: Annotated[str | None, typer.Option(help="Prompt lengths, e.g. 256.")] = None,
     output_tokens: Annotated[str | None, typer.Option(help="Tokens that each request makes.")] = None,
     duration: Annotated[
-        float | None, typer.Option(min=0.1, help="Seconds of a sustained window; the report says so.")
+        float | None, typer.Option(min=0.1, max=1e6, help="Seconds of a sustained window; the report says so.")
     ] = None,
     users: Annotated[str | None, typer.Option(help="Users of a conversation, e.g. 8.")] = None,
     turns: Annotated[str | None, typer.Option(help="Turns of a conversation, e.g. 3.")] = None,

@@ -106,9 +106,9 @@ class RunFolder:
     @staticmethod
     def create(path: Path, plan: Plan, arguments: Sequence[str]) -> RunFolder:
         """A new run folder; raises UserError where the path is in use or cannot be written."""
-        if path.exists() and not path.is_dir():
-            raise UserError(f"{path}: is a file; name a new folder by --output")
         try:
+            if path.exists() and not path.is_dir():
+                raise UserError(f"{path}: is a file; name a new folder by --output")
             if (path / "run.json").exists():
                 raise UserError(f"{path}: holds a run; name a new folder, or go on with that run by --resume {path}")
             if path.exists() and any(path.iterdir()):

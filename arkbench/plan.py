@@ -15,6 +15,7 @@ from arkbench.targets import bundled
 
 CACHE_PAGE = 64
 MOST_OPEN_STREAMS = 256
+MOST_REPETITIONS = 10_000
 MOST_PROMPT_TOKENS = 200_000_000
 """Prompts are made before the clock starts: those of one cell must fit into memory, some 8 bytes a token."""
 
@@ -216,6 +217,10 @@ def make_plan(options: RunOptions, endpoint_model: str | None = None) -> Plan:
     for name in seen:
         if seen.count(name) > 1:
             raise UserError(f"two scenario files have the name '{name}': give one of them another name")
+    for scenario in (plan.scenario for plan in plans if plan.scenario.repetitions > MOST_REPETITIONS):
+        raise UserError(
+            f"scenario '{scenario.name}': {scenario.repetitions:,} repetitions; {MOST_REPETITIONS:,} are the most"
+        )
     for cell in (cell for plan in plans for cell in plan.cells):
         tokens = workloads.request_count(cell) * cell.longest_prompt
         if tokens > MOST_PROMPT_TOKENS:
@@ -305,11 +310,12 @@ def _variants(scenario: Scenario, pairs: Sequence[str], source: str) -> tuple[li
 
 def device_of(asked: str) -> str:
     """The torch device for what the user asked for; raises UserError for a GPU that is not there."""
-    if asked.split(":")[0] not in ("auto", "cuda", "cpu"):
-        raise UserError(f"--device {asked}: it is auto, cuda or cpu")
+    if asked not in ("auto", "cuda", "cpu"):
+        gpu = " (CUDA_VISIBLE_DEVICES chooses among GPUs)" if asked.startswith("cuda") else ""
+        raise UserError(f"--device {asked}: it is auto, cuda or cpu{gpu}")
     if asked == "auto":
         return bundled.default_device()
-    if asked.startswith("cuda") and bundled.default_device() == "cpu":
+    if asked == "cuda" and bundled.default_device() == "cpu":
         raise UserError(f"--device {asked}: torch finds no GPU here; use --device cpu")
     return asked
 
@@ -321,7 +327,11 @@ def parse_switches(pairs: Sequence[str]) -> dict[str, str]:
         name, equals, value = pair.partition("=")
         if not (equals and name and value):
             raise UserError(f"--set {pair}: write it as switch=value, for example --set kernels=fused")
-        values[name.strip()] = value.strip()
+        name, value = name.strip(), value.strip()
+        if values.setdefault(name, value) != value:
+            raise UserError(
+                f"--set {name}: it is given both as {values[name]} and as {value}; leave one of the two out"
+            )
     return values
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from arkbench import estimate, figures, machine, metrics, workloads
+from arkbench.errors import UserError
 from arkbench.figures import Energy
 from arkbench.folder import RunFolder, cell_key
 from arkbench.metrics import Machine, StepCost
@@ -410,5 +411,11 @@ def compare_answers(rows: Sequence[dict[str, str]], plan: Plan, exact: Sequence[
 
 
 def measure_rates(device: str, stages: int) -> Machine:
-    """This machine's copy bandwidth and matrix rate, measured once a run."""
-    return Machine(machine.copy_bandwidth(device), machine.matrix_rate(device), stages)
+    """This machine's copy bandwidth and matrix rate, measured once a run; raises UserError where it has no room."""
+    try:
+        return Machine(machine.copy_bandwidth(device), machine.matrix_rate(device), stages)
+    except RuntimeError as error:  # torch's OutOfMemoryError is one
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise UserError(
+            f"{device}: its memory bandwidth cannot be measured ({reason:.200}); free it and try again"
+        ) from None

@@ -22,7 +22,6 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    PositiveFloat,
     ValidationError,
     model_validator,
 )
@@ -45,6 +44,7 @@ def _no_repeats(values: list[Any]) -> list[Any]:
     return values
 
 
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(strict=True, gt=0)]
 Counts = Annotated[list[Count], BeforeValidator(_as_list), Field(min_length=1), AfterValidator(_no_repeats)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
@@ -248,7 +248,7 @@ def load(name_or_path: str) -> LoadedScenario:
         names = ", ".join(shipped)
         raise UserError(f"unknown scenario '{name_or_path}': there are {names}, or give the path of a .toml file")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); give an existing scenario file") from None
     except UnicodeDecodeError:
@@ -265,6 +265,10 @@ def parse(text: str, source: str) -> Scenario:
         raise UserError(f"{source}: is not valid TOML: {error}") from None
     except ValidationError as error:
         raise UserError(_first_error(error, source)) from None
+    except ValueError as error:  # tomllib passes on what Python says of a number with thousands of digits
+        raise UserError(f"{source}: is not valid TOML: {error}") from None
+    except RecursionError:
+        raise UserError(f"{source}: is nested too deeply") from None
 
 
 def _first_error(error: ValidationError, source: str) -> str:

@@ -14,12 +14,13 @@ from engine.cache import model_state_bytes, model_token_bytes, stored_dtype
 from engine.config import EngineConfig, EngineError, Switches, switch_differences
 from engine.loops import Loop, StepOutcomes
 from engine.memory import snapshot_slots
+from engine.models import model_config
 from engine.pages import PagePool
 from engine.prefix import PrefixIndex
 from engine.promptcache import PromptCache
 from engine.request import EngineInfo, Request, TokenEvent
 from engine.scheduler import Outcome, Scheduler
-from engine.split import attention_ratio
+from engine.split import attention_ratio, stage_layers
 from engine.weights import DTYPES
 
 if TYPE_CHECKING:
@@ -173,6 +174,8 @@ def check(config: EngineConfig) -> None:
     switches = config.switches
     if config.stages < 1:
         raise EngineError(f"stages={config.stages}: a model has at least one stage")
+    if config.stages > 1 and config.model not in ("", config.weights):
+        stage_layers(model_config(config.model), config.stages)  # before as many processes are started
     if switches.cache == "contiguous" and switches.prompt_cache == "on":
         raise EngineError("prompt_cache=on needs pages that requests can share; take cache=paged with it")
     if switches.cache == "contiguous" and config.cache_tokens is not None:

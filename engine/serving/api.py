@@ -57,7 +57,8 @@ class Api:
             Route("/health", self.health),
             Route("/metrics", self.metrics),
         ]
-        return Starlette(routes=routes, exception_handlers={ApiError: _api_error, HTTPException: _http_error})
+        handlers = {ApiError: _api_error, HTTPException: _http_error, Exception: _fault}
+        return Starlette(routes=routes, exception_handlers=handlers)
 
     async def health(self, request: Request) -> Response:
         if self._link.dead is not None:
@@ -166,6 +167,11 @@ class _Tracked:
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     return JSONResponse(error.body(), error.status)
+
+
+async def _fault(request: Request, error: Exception) -> Response:
+    message = f"a fault of the server: {type(error).__name__} (its log has the traceback)"
+    return JSONResponse(ApiError(500, message, "server_error").body(), 500)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from engine.request import SamplingParams
 from engine.tokens import Tokenizer
@@ -24,14 +24,21 @@ class ApiError(Exception):
         return {"error": {"message": str(self), "type": self.kind, "param": None, "code": self.status}}
 
 
-class StreamOptions(BaseModel):
+class _Object(BaseModel):
+    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_left_out(cls, value: Any) -> Any:
+        return {key: given for key, given in value.items() if given is not None} if isinstance(value, dict) else value
+
+
+class StreamOptions(_Object):
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="ignore", protected_namespaces=())
-
+class _Body(_Object):
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
@@ -116,11 +123,16 @@ def parse_chat(raw: bytes, model: str, tokenizer: Tokenizer, limits: Limits) -> 
 
 def _validate(kind: type[_Body], raw: bytes, model: str) -> Any:
     try:
-        body = kind.model_validate(json.loads(raw))
+        value = json.loads(raw)
+        if b"\\u" in raw:
+            json.dumps(value, ensure_ascii=False).encode()
+        body = kind.model_validate(value)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "body"
         raise ApiError(400, f"{where}: {first['msg']}") from None
+    except UnicodeEncodeError:
+        raise ApiError(400, "the body holds half of a surrogate pair, which is no text") from None
     except (ValueError, RecursionError):
         raise ApiError(400, "the body is not JSON") from None
     if body.model is not None and body.model != model:
@@ -192,11 +204,13 @@ def _call(
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
     if len(stops) > 16 or "" in stops:
         raise ApiError(400, "stop: give up to 16 strings, none of them empty")
+    if any(not 0 <= token < limits.vocab for token in body.stop_token_ids):
+        raise ApiError(400, f"stop_token_ids: token ids must lie between 0 and {limits.vocab - 1}")
     sampling = SamplingParams(
         max_tokens=max_tokens,
         min_tokens=body.min_tokens,
         temperature=body.temperature,
-        top_k=max(body.top_k, 0),
+        top_k=min(max(body.top_k, 0), limits.vocab),
         top_p=body.top_p,
         seed=body.seed,
         ignore_eos=body.ignore_eos,

@@ -240,3 +240,12 @@ def test_what_cannot_run_is_refused_before_it_starts(options, message):
         pytest.skip("this machine has a GPU")
     with pytest.raises(EngineError, match=message):
         Engine.load(EngineConfig(**{"model": "SmolLM2-135M@layers=1", **options}))
+
+
+def test_more_stages_than_layers_start_no_process(monkeypatch):
+    from engine.config import EngineConfig
+    from engine.engine import Engine
+
+    monkeypatch.setattr("engine.pipeline.Pipeline", lambda config: pytest.fail("stages were started"))
+    with pytest.raises(EngineError, match="stages=50: a model of 2 layers takes 1 to 2 stages"):
+        Engine.load(EngineConfig("SmolLM2-135M@layers=2", stages=50))

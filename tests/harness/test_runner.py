@@ -296,3 +296,12 @@ def test_client_that_was_the_limit_makes_a_cell_invalid():
     row = {"valid": True, "reason": ""}
     runners._judge_client(row, [LoadReport(), LoadReport(False, "the client was the limit: lag 80 ms")])
     assert row == {"valid": False, "reason": "the client was the limit: lag 80 ms"}
+
+
+def test_a_device_without_room_for_the_measurement_of_its_rates_is_named(monkeypatch):
+    def full(device):
+        raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee documentation")
+
+    monkeypatch.setattr("arkbench.machine.copy_bandwidth", full)
+    with pytest.raises(UserError, match=r"^cuda: its memory bandwidth cannot be measured \(CUDA out of memory"):
+        runners.measure_rates("cuda", 1)

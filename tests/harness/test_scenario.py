@@ -35,6 +35,9 @@ context_tokens = 64
         (BASE + 'variants = ["nope"]\n', "x.toml: workloads[0].variants names 'nope'"),
         (BASE.replace('"decode"', '"burst"').replace("streams", "at_once").replace("context_tokens = 64", ""),
          "x.toml: workloads[0]: give prompt_tokens or prompt_mix, one of the two"),
+        (BASE + "[limits]\ngrace_s = inf\n", "x.toml: limits.grace_s: input should be a finite number"),
+        (BASE.replace("64", "9" * 5000), "x.toml: is not valid TOML: Exceeds the limit"),
+        ("x = " + "[" * 5000 + "]" * 5000, "x.toml: is nested too deeply"),
     ],
 )  # fmt: skip
 def test_mistakes_are_one_line_with_file_and_key(text, expected):
@@ -42,6 +45,11 @@ def test_mistakes_are_one_line_with_file_and_key(text, expected):
         scenarios.parse(text, "x.toml")
     assert str(raised.value).startswith(expected)
     assert "\n" not in str(raised.value)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_scenario(tmp_path):
+    (tmp_path / "bom.toml").write_text(BASE, encoding="utf-8-sig")
+    assert scenarios.load(str(tmp_path / "bom.toml")).text == BASE
 
 
 def test_cells_have_readable_ids_in_order():

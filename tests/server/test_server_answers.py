@@ -9,6 +9,9 @@ import httpx
 import openai
 import pytest
 
+from engine.serving.requests import Limits, parse_completion
+from engine.serving.text import WordTokenizer
+
 
 def events(response: httpx.Response) -> list[dict[str, Any]]:
     *blocks, done, rest = response.text.split("\n\n")
@@ -193,6 +196,8 @@ def test_chat_parts_and_logprobs(words: Any) -> None:
         ({"logit_bias": {"1": 2.0}}, "logit_bias is not supported"),
         ({"stop": [""]}, "stop: "),
         ({"stop": ["a"] * 17}, "stop: "),
+        ({"stop_token_ids": [-1]}, "stop_token_ids: token ids must lie between 0 and 999"),
+        ({"stop_token_ids": [10**30]}, "stop_token_ids: token ids must lie between 0 and 999"),
         ({"prompt": [[1]] * 65}, "65 prompts in one request, the limit is 64"),
     ],
 )
@@ -200,6 +205,37 @@ def test_mistakes_in_a_request(words: Any, change: dict[str, Any], words_: str) 
     response = words.complete(change.pop("prompt", [1]), **change)
     assert response.status_code == 400
     assert words_ in response.json()["error"]["message"]
+
+
+def test_null_is_as_good_as_left_out(words: Any) -> None:
+    names = [
+        "stream",
+        "temperature",
+        "top_p",
+        "n",
+        "stop",
+        "seed",
+        "logprobs",
+        "echo",
+        "best_of",
+        "suffix",
+        "min_tokens",
+    ]
+    response = words.complete([1], max_tokens=None, stream_options={"include_usage": None}, **dict.fromkeys(names))
+    assert (response.status_code, response.json()["usage"]["completion_tokens"]) == (200, 16)
+    assert words.chat("a", max_tokens=1, tools=None, top_logprobs=None, stream_options=None).status_code == 200
+
+
+def test_no_top_k_is_too_large_for_the_engine() -> None:
+    raw = json.dumps({"prompt": [1], "top_k": 10**30}).encode()
+    assert parse_completion(raw, "words", WordTokenizer(1000), Limits(1000, 200, 64)).sampling.top_k == 1000
+
+
+@pytest.mark.parametrize("name", ["prompt", "model", "stop"])
+def test_half_a_surrogate_pair_is_no_text(words: Any, name: str) -> None:
+    response = words.http.post("/v1/completions", content=json.dumps({"prompt": "a", name: "\ud800"}))
+    assert response.status_code == 400
+    assert "half of a surrogate pair" in response.json()["error"]["message"]
 
 
 def test_what_is_no_json(words: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import socket
@@ -12,6 +13,9 @@ from typing import Any
 import httpx
 import pytest
 import scripted_engine
+
+from engine.config import EngineError
+from engine.server import _listen
 
 
 def wait_until(condition: Any, seconds: float = 15.0) -> None:
@@ -185,3 +189,26 @@ def test_a_port_that_is_taken(start: Any) -> None:
     assert code == 2
     assert "choose another --host or --port" in errors
     assert len(errors.splitlines()) == 1
+
+
+def test_a_small_piece_is_sent_at_once() -> None:
+    async def delay_is_off() -> bool:
+        found: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+        def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            sock = writer.get_extra_info("socket")
+            found.set_result(bool(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)))
+            writer.close()
+
+        with _listen("127.0.0.1", 0) as sock:
+            async with await asyncio.start_server(accepted, sock=sock):
+                with socket.create_connection(sock.getsockname()):
+                    return await found
+
+    assert asyncio.run(delay_is_off())
+
+
+@pytest.mark.parametrize("host", ["a" * 64, "no such host", "\ud800"])
+def test_a_host_that_is_none(host: str) -> None:
+    with pytest.raises(EngineError, match="cannot listen on"):
+        _listen(host, 0)
