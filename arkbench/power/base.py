@@ -168,7 +168,6 @@ class _Poller(threading.Thread):
         self.sources = sources
         self.interval_s = min(s.interval_s for s in sources)
         self.samples: list[list[Sample]] = [[] for _ in sources]
-        self.polled_at = float("-inf")
         self.halt = threading.Event()
 
     def run(self) -> None:
@@ -176,7 +175,6 @@ class _Poller(threading.Thread):
             started = time.monotonic()
             for source, kept in zip(self.sources, self.samples, strict=True):
                 self._keep(kept, _read(source))
-            self.polled_at = started
             self.halt.wait(max(0.0, self.interval_s - (time.monotonic() - started)))
 
     def _keep(self, kept: list[Sample], new: Sample) -> None:
