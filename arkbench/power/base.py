@@ -15,8 +15,6 @@ from typing import Protocol
 
 from arkbench.errors import UserError
 from arkbench.power.window import POWER_COLUMNS, Figure, Sample, counter_energy, integrated_energy
-from arkbench.power.window import joules_per_token as _joules_per_token
-from arkbench.power.window import wh_per_1k_tokens as _wh_per_1k_tokens
 
 DISAGREEMENT_LIMIT = 0.1
 KEEP_EVERY_S = 0.1
@@ -92,20 +90,6 @@ class EnergyReading:
     @property
     def mean_w(self) -> float | None:
         return None if self.energy_j is None else self.energy_j / self.duration_s
-
-    @property
-    def net_j(self) -> float | None:
-        """Energy above the power at rest, J; None when either is missing."""
-        if self.energy_j is None or self.idle_w is None:
-            return None
-        return self.energy_j - self.idle_w * self.duration_s
-
-    def wh_per_1k_tokens(self, tokens: int, net: bool = False) -> float | None:
-        return _wh_per_1k_tokens(self.net_j if net else self.energy_j, tokens)
-
-    def joules_per_token(self, tokens: int, net: bool = False) -> float | None:
-        """J per prompt token over a prompt's window, J per generated token over a decode window."""
-        return _joules_per_token(self.net_j if net else self.energy_j, tokens)
 
 
 def read_device(source: Source, samples: Sequence[Sample], t0: float, t1: float) -> DeviceEnergy:
@@ -242,7 +226,7 @@ class Meter:
         return replace(reading, idle_w=self._idle_w(reading))
 
     def idle(self, seconds: float) -> EnergyReading:
-        """Measures the power at rest for `seconds`; windows asked for later are net of the latest such reading."""
+        """Measures the power at rest for `seconds`; windows asked for later name the latest such reading."""
         t0 = time.monotonic()
         time.sleep(seconds)
         reading = self.window(t0, time.monotonic())

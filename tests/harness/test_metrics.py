@@ -118,6 +118,7 @@ def test_most_in_flight():
 
 def test_energy():
     assert metrics.wh_per_1k_tokens(3600.0, 500) == pytest.approx(2.0)
+    assert metrics.wh_per_1k_tokens(684.0, 1000) == pytest.approx(0.19)
     assert metrics.wh_per_1k_tokens(None, 500) is None
     assert metrics.wh_per_1k_tokens(3600.0, 0) is None
 
