@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Literal, NamedTuple, TypeVar
 
 from arkbench.gate_stats import holm, summarise
@@ -172,8 +173,7 @@ def judge_stored(metric: Metric, base: Sequence[float], head: Sequence[float], f
     Nothing ties two sessions together, so the floor is wide, and repetitions that overlap, or scatter by more than two
     floors, are inconclusive.
     """
-    low, high = _median(base), _median(head)
-    worsening = metric.worsening(low, high)
+    worsening = metric.worsening(median(base), median(head))
     single = min(len(base), len(head)) < 2
     scatter = max(max(v) / min(v) - 1 for v in (base, head))
     if not single and scatter > VISIBLE * floor:
@@ -188,12 +188,6 @@ def judge_stored(metric: Metric, base: Sequence[float], head: Sequence[float], f
     if mildest <= 0:
         return Judgement("inconclusive", worsening, reason="the repetitions of both runs overlap")
     return Judgement("regression", worsening)
-
-
-def _median(values: Sequence[float]) -> float:
-    ordered = sorted(values)
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
 
 MEMORY_SHARE, MEMORY_BYTES = 0.01, 16 * 2**20

@@ -17,11 +17,11 @@ from typing import Any
 from arkbench.errors import UserError
 from arkbench.gate import METRICS, CellKey
 from arkbench.power.window import SHORT_WINDOW
+from arkbench.records import COUNT_COLUMNS
 
 SETTINGS = ("workload", "streams", "context_tokens", "at_once", "prompt_tokens", "output_tokens")
-COUNTS = ("requests_ok", "requests_failed", "requests_refused", "requests_timeout")
 REQUIRED = (
-    *CellKey._fields, "repetition", "status", "valid", "reason", "output_hash", *SETTINGS, *COUNTS,
+    *CellKey._fields, "repetition", "status", "valid", "reason", "output_hash", *SETTINGS, *COUNT_COLUMNS,
     *(m.column for m in METRICS),
 )  # fmt: skip
 
@@ -170,7 +170,7 @@ def _repetition(row: dict[str, str]) -> Repetition:
         figures={c: v for c, v in figures.items() if math.isfinite(v) and v > 0},
         settings=tuple(row[s] for s in SETTINGS),
         output_hash=row["output_hash"],
-        requests={c: int(row[c] or 0) for c in COUNTS},
+        requests={c: int(row[c] or 0) for c in COUNT_COLUMNS},
         problem=_problem(row, [c for c, v in figures.items() if not (math.isfinite(v) and v > 0)]),
     )
 
@@ -206,7 +206,7 @@ def _details(path: Path) -> list[tuple[CellKey, dict[str, Any]]]:
 
 
 def _peak_memory(details: Sequence[tuple[CellKey, dict[str, Any]]]) -> dict[CellKey, int]:
-    """Bytes of the fullest GPU of each cell, the largest over its repetitions, where they are known."""
+    """Most bytes of GPU memory of each cell, all GPUs together, the largest over its repetitions, where known."""
     peaks: dict[CellKey, int] = {}
     for key, detail in details:
         if detail.get("peak_memory_bytes"):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pandas as pd
 
+from arkbench.records import COUNT_COLUMNS
 from arkbench.report import published
 from arkbench.report.blocks import Block, Column, Table
 from arkbench.report.charts import BarPanel, Bars, BarSeries, Line, LinePanel, Lines
@@ -417,8 +418,7 @@ def _deadline_blocks(scenario: str, runs: Sequence[Run]) -> list[Block]:
 def _answered(cells: pd.DataFrame) -> str | None:
     if cells.empty or not cells["requests_ok"].count():
         return None
-    counts = ["requests_ok", "requests_failed", "requests_refused", "requests_timeout"]
-    return f"{cells['requests_ok'].sum():.0f} of {cells[counts].sum().sum():.0f}"
+    return f"{cells['requests_ok'].sum():.0f} of {cells[list(COUNT_COLUMNS)].sum().sum():.0f}"
 
 
 def published_counterpart(row: Mapping[str, Any]) -> Figure | None:
