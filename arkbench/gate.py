@@ -22,7 +22,9 @@ PAIRS = 5
 ALL_PAIRS = 2 * PAIRS
 SUSPECT_CONFIDENCE = 0.95
 FAMILY_ERROR = 0.01
+"""Holm's level over all cells and metrics: the share of checks that may call a regression without one."""
 LOOK_AGAIN = 0.01
+"""A median worsening above this gets a second look, whatever the floor."""
 VISIBLE = 2.0
 """A cell whose upper bound exceeds VISIBLE floors is too noisy for its silence to count as a pass."""
 SINGLE_REPETITION = 1.5

@@ -17,8 +17,11 @@ from arkbench.errors import UserError
 from arkbench.power.window import POWER_COLUMNS, Figure, Sample, counter_energy, integrated_energy
 
 DISAGREEMENT_LIMIT = 0.1
+"""Share by which counter and samples, or two idle readings, may differ before it is said."""
 KEEP_EVERY_S = 0.1
+"""A sample in which nothing changed is kept this long after the last kept one."""
 MARGIN_S = 2.0
+"""Around a window, what is looked at, and how long its first samples behind it are waited for."""
 INVALIDATING = ("hw_slowdown", "hw_thermal_slowdown", "sw_thermal_slowdown", "hw_power_brake")
 NOTED = ("sw_power_cap",)
 
@@ -118,7 +121,8 @@ def _disagreement(name: str, counter: float | None, integral: float | None) -> l
     larger = max(abs(counter), abs(integral))
     if larger == 0 or abs(counter - integral) <= DISAGREEMENT_LIMIT * larger:
         return []
-    return [f"{name}: counter ({counter:.1f} J) and samples ({integral:.1f} J) differ by more than 10%"]
+    limit = f"{DISAGREEMENT_LIMIT:.0%}"
+    return [f"{name}: counter ({counter:.1f} J) and samples ({integral:.1f} J) differ by more than {limit}"]
 
 
 def combine(
