@@ -22,7 +22,7 @@ from arkbench.runner import Runner, Tools
 from arkbench.targets import bundled
 from arkbench.targets.base import Target
 
-EXIT_OK, EXIT_FAILED, EXIT_USER, EXIT_INTERRUPTED = 0, 1, 2, 130
+EXIT_OK, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
 
 
 # ----------------------------------------------------------------------------------------------------- planning

@@ -28,12 +28,6 @@ class Shape:
     client: ClientChoice = "auto"
     mode: Literal["burst", "together"] = "together"
 
-    @property
-    def ideal_pieces_s(self) -> float | None:
-        """Pieces a second from the release to the last token; None without delays."""
-        span = self.first_s + (self.tokens - 1) * self.gap_s
-        return self.streams * self.tokens / span if span else None
-
 
 @dataclass(frozen=True)
 class ClientRow:
@@ -83,13 +77,8 @@ def python_server(shape: Shape) -> AbstractContextManager[KnownServer]:
     return KnownAnswerProcess(first_s=shape.first_s, gap_s=shape.gap_s)
 
 
-def measure(shapes: tuple[Shape, ...] = SHAPES, server: StartServer = python_server) -> list[ClientRow]:
-    """One row a shape, each against a fresh server; about ten seconds for SHAPES."""
-    return [measure_shape(shape, server) for shape in shapes]
-
-
 def measure_shape(shape: Shape, server: StartServer = python_server) -> ClientRow:
-    """Drives a shape once, after a warm-up of a few requests."""
+    """Drives a shape once against a fresh server, after a warm-up of a few requests."""
     answers: list[Answer] = []
     with server(shape) as running:
         target = OpenAITarget(running.url, client=shape.client)
@@ -104,7 +93,7 @@ def measure_shape(shape: Shape, server: StartServer = python_server) -> ClientRo
 
 
 def findings() -> Iterator[tuple[str, str]]:
-    """The rows of `measure` in words, as `arkbench doctor` prints them: what was driven, what came of it."""
+    """SHAPES in words, as `arkbench doctor` prints them: what was driven, what came of it. About ten seconds."""
     for shape in SHAPES:
         row = measure_shape(shape)
         text = f"{row.pieces_s:,.0f} pieces/s"

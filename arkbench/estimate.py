@@ -18,11 +18,16 @@ from arkbench.targets.bundled import ModelFacts
 
 EFFICIENCY = 0.4
 STEP_OVERHEAD_S = 0.0005
+"""What the host adds to every step."""
 BYTES_BESIDE = {"cuda": 1_000_000_000, "cpu": 300_000_000}
+"""Memory beside weights and cache: the engine's workspace (`engine/memory.py`), rounded."""
 CPU_MACHINE = Machine(15e9, 60e9)
+"""A few cores of a server: the driver tells nothing of a CPU."""
 FLOP_PER_BYTE = 150
+"""Matrix rate over bandwidth of data-center GPUs in 16 bits, on the low side (H200: 206, A100: 153)."""
 UNKNOWN_GPU_BANDWIDTH = 1e12
 KERNELS_SECONDS = 20.0
+"""A rough figure for one part of the kernel bench."""
 
 
 @dataclass(frozen=True)

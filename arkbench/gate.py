@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Literal, NamedTuple, TypeVar
 
 from arkbench.gate_stats import holm, summarise
@@ -21,7 +22,9 @@ PAIRS = 5
 ALL_PAIRS = 2 * PAIRS
 SUSPECT_CONFIDENCE = 0.95
 FAMILY_ERROR = 0.01
+"""Holm's level over all cells and metrics: the share of checks that may call a regression without one."""
 LOOK_AGAIN = 0.01
+"""A median worsening above this gets a second look, whatever the floor."""
 VISIBLE = 2.0
 """A cell whose upper bound exceeds VISIBLE floors is too noisy for its silence to count as a pass."""
 SINGLE_REPETITION = 1.5
@@ -172,8 +175,7 @@ def judge_stored(metric: Metric, base: Sequence[float], head: Sequence[float], f
     Nothing ties two sessions together, so the floor is wide, and repetitions that overlap, or scatter by more than two
     floors, are inconclusive.
     """
-    low, high = _median(base), _median(head)
-    worsening = metric.worsening(low, high)
+    worsening = metric.worsening(median(base), median(head))
     single = min(len(base), len(head)) < 2
     scatter = max(max(v) / min(v) - 1 for v in (base, head))
     if not single and scatter > VISIBLE * floor:
@@ -188,12 +190,6 @@ def judge_stored(metric: Metric, base: Sequence[float], head: Sequence[float], f
     if mildest <= 0:
         return Judgement("inconclusive", worsening, reason="the repetitions of both runs overlap")
     return Judgement("regression", worsening)
-
-
-def _median(values: Sequence[float]) -> float:
-    ordered = sorted(values)
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
 
 MEMORY_SHARE, MEMORY_BYTES = 0.01, 16 * 2**20

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import gzip
-import hashlib
 import io
 import json
 import math
@@ -17,11 +16,11 @@ from typing import Any
 from arkbench.errors import UserError
 from arkbench.gate import METRICS, CellKey
 from arkbench.power.window import SHORT_WINDOW
+from arkbench.records import COUNT_COLUMNS
 
 SETTINGS = ("workload", "streams", "context_tokens", "at_once", "prompt_tokens", "output_tokens")
-COUNTS = ("requests_ok", "requests_failed", "requests_refused", "requests_timeout")
 REQUIRED = (
-    *CellKey._fields, "repetition", "status", "valid", "reason", "output_hash", *SETTINGS, *COUNTS,
+    *CellKey._fields, "repetition", "status", "valid", "reason", "output_hash", *SETTINGS, *COUNT_COLUMNS,
     *(m.column for m in METRICS),
 )  # fmt: skip
 
@@ -104,7 +103,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _hardware(meta: Mapping[str, Any]) -> tuple[str, ...]:
     """Names of the GPUs that the run used; of the processor where it used none."""
-    names = sorted(str(g["name"]) if isinstance(g, dict) else str(g) for g in meta.get("gpus") or ())
+    names = sorted(gpu["name"] for gpu in meta.get("gpus") or ())
     if not names or str(meta.get("device") or "").startswith("cpu"):
         return (f"CPU {meta.get('cpu') or 'of unknown name'}",)
     used = meta.get("devices_used")
@@ -113,22 +112,10 @@ def _hardware(meta: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _scenarios(path: Path, meta: Mapping[str, Any]) -> dict[str, str]:
     """Scenario name -> hash of its text."""
-    listed = meta.get("scenarios") or meta.get("scenario") or []
-    if isinstance(listed, dict) and not {"hash", "sha256", "text"} & listed.keys():
-        listed = [{"name": n, **(s if isinstance(s, dict) else {"text": str(s)})} for n, s in listed.items()]
-    entries = listed if isinstance(listed, list) else [listed]
-    found = {}
-    for entry in entries:
-        if isinstance(entry, dict):
-            digest = entry.get("hash") or entry.get("sha256") or _digest(entry.get("text"))
-            found[str(entry.get("name", ""))] = str(digest or "")
-    if not found or "" in found.values():
-        raise UserError(f"{path / 'run.json'}: does not say which scenario ran (no hash, no text)")
+    found = {entry["name"]: entry["hash"] for entry in meta.get("scenarios") or ()}
+    if not found or not all(found.values()):
+        raise UserError(f"{path / 'run.json'}: does not say which scenario ran (no hash of its text)")
     return found
-
-
-def _digest(text: Any) -> str:
-    return hashlib.sha256(text.encode()).hexdigest() if isinstance(text, str) else ""
 
 
 def _read_cells(path: Path) -> dict[CellKey, dict[int, Repetition]]:
@@ -170,7 +157,7 @@ def _repetition(row: dict[str, str]) -> Repetition:
         figures={c: v for c, v in figures.items() if math.isfinite(v) and v > 0},
         settings=tuple(row[s] for s in SETTINGS),
         output_hash=row["output_hash"],
-        requests={c: int(row[c] or 0) for c in COUNTS},
+        requests={c: int(row[c] or 0) for c in COUNT_COLUMNS},
         problem=_problem(row, [c for c, v in figures.items() if not (math.isfinite(v) and v > 0)]),
     )
 
@@ -206,7 +193,7 @@ def _details(path: Path) -> list[tuple[CellKey, dict[str, Any]]]:
 
 
 def _peak_memory(details: Sequence[tuple[CellKey, dict[str, Any]]]) -> dict[CellKey, int]:
-    """Bytes of the fullest GPU of each cell, the largest over its repetitions, where they are known."""
+    """Most bytes of GPU memory of each cell, all GPUs together, the largest over its repetitions, where known."""
     peaks: dict[CellKey, int] = {}
     for key, detail in details:
         if detail.get("peak_memory_bytes"):

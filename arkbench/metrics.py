@@ -90,11 +90,6 @@ def token_gaps(record: RequestRecord) -> list[float]:
     return gaps
 
 
-def piece_gaps(record: RequestRecord) -> list[float]:
-    """The gaps between the pieces of one request, whatever they hold."""
-    return [now - before for before, now in zip(record.token_times_s, record.token_times_s[1:], strict=False)]
-
-
 # ------------------------------------------------------------------------------------------------ many requests
 
 
@@ -149,11 +144,6 @@ def most_in_flight(records: Sequence[RequestRecord]) -> int:
     return most
 
 
-def total_from_streams(stream_tok_s: float | None, streams: int | None) -> float | None:
-    """The published scaling run's total: the speed of a stream times the number of streams."""
-    return None if stream_tok_s is None or streams is None else stream_tok_s * streams
-
-
 # -------------------------------------------------------------------------------------------- energy and limits
 
 
@@ -162,11 +152,6 @@ def wh_per_1k_tokens(energy_j: float | None, tokens: int) -> float | None:
     if energy_j is None or tokens <= 0:
         return None
     return energy_j / 3600 / tokens * 1000
-
-
-def net_energy_j(energy_j: float | None, idle_w: float | None, seconds: float) -> float | None:
-    """The energy of a window less what the idle machine would have taken."""
-    return None if energy_j is None or idle_w is None else energy_j - idle_w * seconds
 
 
 @dataclass(frozen=True)

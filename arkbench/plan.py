@@ -14,6 +14,7 @@ from arkbench.scenario import ENDPOINT_VARIANT, Cell, LoadedScenario, Overrides,
 from arkbench.targets import bundled
 
 CACHE_PAGE = 64
+"""Tokens of a page of the engine's cache (`EngineConfig.page_size`): room is counted in whole pages."""
 MOST_OPEN_STREAMS = 256
 MOST_REPETITIONS = 10_000
 MOST_PROMPT_TOKENS = 200_000_000

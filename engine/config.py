@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_type_hints
 
 
 class EngineError(Exception):
@@ -170,17 +170,7 @@ class Switches:
     @staticmethod
     def choices() -> dict[str, tuple[str, ...]]:
         """Every switch with its values, in the order in which they are printed."""
-        return {
-            "kernels": ("standard", "fused"),
-            "decode_batching": ("off", "on"),
-            "loop": ("driven", "inverted"),
-            "prefill": ("whole", "sequential", "pipelined"),
-            "prefill_batching": ("off", "on"),
-            "cache": ("contiguous", "paged"),
-            "cache_dtype": ("bf16", "fp16", "fp8", "int8"),
-            "prompt_cache": ("off", "on"),
-            "weights_dtype": ("int4", "bf16", "fp16", "fp32"),
-        }
+        return {name: get_args(values) for name, values in get_type_hints(Switches).items()}
 
     def with_(self, values: dict[str, str]) -> Switches:
         """These switches with some of them set; raises EngineError naming an unknown switch or value."""

@@ -131,11 +131,3 @@ class PrefixIndex:
     def return_snapshot(self, slot: int) -> None:
         """Gives back a slot that no node got."""
         self._free_snapshots.append(slot)
-
-    @property
-    def free_snapshots(self) -> int:
-        return len(self._free_snapshots)
-
-    @property
-    def held_snapshots(self) -> int:
-        return len(self._snapshots)

@@ -27,9 +27,6 @@ FRAME = 8192
 FOREVER = timedelta(days=365)
 """Of a transfer: that nothing comes is no fault, the heartbeats find a stage that is gone."""
 
-NCCL_TIMEOUT = timedelta(minutes=30)
-HOP_CTAS = 4
-
 _ORDER, _REST, _REPLY, _HIDDEN, _TOKENS = range(1, 6)
 
 

@@ -5,16 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from arkbench.power.base import DeviceEnergy, EnergyReading, Meter, PowerError
+from arkbench.power.base import Meter, PowerError
 from arkbench.power.command import CommandMeter
 from arkbench.power.nvml import gpu_sources
 from arkbench.power.rapl import rapl_sources
-from arkbench.power.window import POWER_COLUMNS, SHORT_WINDOW, Sample, joules_per_token, wh_per_1k_tokens
 
-__all__ = [
-    "POWER_COLUMNS", "SHORT_WINDOW", "DeviceEnergy", "EnergyReading", "Meter", "PowerError", "Sample",
-    "joules_per_token", "meter", "wh_per_1k_tokens",
-]  # fmt: skip
+__all__ = ["Meter", "PowerError", "meter"]
 
 
 def meter(device_indices: Sequence[int] | None, command: str | None = None) -> Meter:

@@ -15,12 +15,13 @@ from typing import Protocol
 
 from arkbench.errors import UserError
 from arkbench.power.window import POWER_COLUMNS, Figure, Sample, counter_energy, integrated_energy
-from arkbench.power.window import joules_per_token as _joules_per_token
-from arkbench.power.window import wh_per_1k_tokens as _wh_per_1k_tokens
 
 DISAGREEMENT_LIMIT = 0.1
+"""Share by which counter and samples, or two idle readings, may differ before it is said."""
 KEEP_EVERY_S = 0.1
+"""A sample in which nothing changed is kept this long after the last kept one."""
 MARGIN_S = 2.0
+"""Around a window, what is looked at, and how long its first samples behind it are waited for."""
 INVALIDATING = ("hw_slowdown", "hw_thermal_slowdown", "sw_thermal_slowdown", "hw_power_brake")
 NOTED = ("sw_power_cap",)
 
@@ -93,20 +94,6 @@ class EnergyReading:
     def mean_w(self) -> float | None:
         return None if self.energy_j is None else self.energy_j / self.duration_s
 
-    @property
-    def net_j(self) -> float | None:
-        """Energy above the power at rest, J; None when either is missing."""
-        if self.energy_j is None or self.idle_w is None:
-            return None
-        return self.energy_j - self.idle_w * self.duration_s
-
-    def wh_per_1k_tokens(self, tokens: int, net: bool = False) -> float | None:
-        return _wh_per_1k_tokens(self.net_j if net else self.energy_j, tokens)
-
-    def joules_per_token(self, tokens: int, net: bool = False) -> float | None:
-        """J per prompt token over a prompt's window, J per generated token over a decode window."""
-        return _joules_per_token(self.net_j if net else self.energy_j, tokens)
-
 
 def read_device(source: Source, samples: Sequence[Sample], t0: float, t1: float) -> DeviceEnergy:
     """What `source` used between t0 and t1, from its samples (which must reach beyond both ends)."""
@@ -134,7 +121,8 @@ def _disagreement(name: str, counter: float | None, integral: float | None) -> l
     larger = max(abs(counter), abs(integral))
     if larger == 0 or abs(counter - integral) <= DISAGREEMENT_LIMIT * larger:
         return []
-    return [f"{name}: counter ({counter:.1f} J) and samples ({integral:.1f} J) differ by more than 10%"]
+    limit = f"{DISAGREEMENT_LIMIT:.0%}"
+    return [f"{name}: counter ({counter:.1f} J) and samples ({integral:.1f} J) differ by more than {limit}"]
 
 
 def combine(
@@ -168,7 +156,6 @@ class _Poller(threading.Thread):
         self.sources = sources
         self.interval_s = min(s.interval_s for s in sources)
         self.samples: list[list[Sample]] = [[] for _ in sources]
-        self.polled_at = float("-inf")
         self.halt = threading.Event()
 
     def run(self) -> None:
@@ -176,7 +163,6 @@ class _Poller(threading.Thread):
             started = time.monotonic()
             for source, kept in zip(self.sources, self.samples, strict=True):
                 self._keep(kept, _read(source))
-            self.polled_at = started
             self.halt.wait(max(0.0, self.interval_s - (time.monotonic() - started)))
 
     def _keep(self, kept: list[Sample], new: Sample) -> None:
@@ -244,7 +230,7 @@ class Meter:
         return replace(reading, idle_w=self._idle_w(reading))
 
     def idle(self, seconds: float) -> EnergyReading:
-        """Measures the power at rest for `seconds`; windows asked for later are net of the latest such reading."""
+        """Measures the power at rest for `seconds`; windows asked for later name the latest such reading."""
         t0 = time.monotonic()
         time.sleep(seconds)
         reading = self.window(t0, time.monotonic())

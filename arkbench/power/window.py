@@ -118,13 +118,3 @@ def _area(a: tuple[float, float], b: tuple[float, float], t0: float, t1: float) 
         return 0.0
     slope = (b[1] - a[1]) / (b[0] - a[0])
     return (right - left) * (a[1] + slope * ((left + right) / 2 - a[0]))
-
-
-def wh_per_1k_tokens(joules: float | None, tokens: int) -> float | None:
-    """Watt-hours per 1,000 tokens (1 Wh = 3,600 J); None where the energy or the tokens are missing."""
-    return joules / 3.6 / tokens if joules is not None and tokens > 0 else None
-
-
-def joules_per_token(joules: float | None, tokens: int) -> float | None:
-    """Joules per token; None where the energy or the tokens are missing."""
-    return joules / tokens if joules is not None and tokens > 0 else None

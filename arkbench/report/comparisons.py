@@ -48,9 +48,11 @@ class RowKey:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A published table of two variants. `streams`: cells of that many streams only (base, new).
+    """A published table of two variants.
 
-    `published_names`: the note's own words for the two, where they are not the names of the variants.
+    `streams`: cells of these numbers of streams only, for base and new (empty: any); behind the first stands what the
+    note measured at for some of its models (`base_streams_column` says which). `published_names`: the note's own words
+    for the two, where they are not the names of the variants.
     """
 
     key: str
@@ -62,7 +64,7 @@ class Comparison:
     rows: Sequence[RowKey]
     measures: Sequence[Measure]
     published_names: tuple[str, str] = ("", "")
-    streams: tuple[int, int] | None = None
+    streams: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
     base_streams_column: str = ""
 
     @property
@@ -140,7 +142,7 @@ COMPARISONS = (
                 "percent",
             ),
         ),
-        streams=(12, 64),
+        streams=((12, 10), (64,)),
         base_streams_column="ark_1_0_streams",
     ),
     Comparison(
@@ -163,7 +165,7 @@ COMPARISONS = (
             ),
         ),
         published_names=("ARK 1.1", "ARK 2.0"),
-        streams=(1, 1),
+        streams=((1,), (1,)),
     ),
     Comparison(
         "pipelined-prefill",

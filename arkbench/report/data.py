@@ -12,16 +12,12 @@ from typing import Any
 
 import pandas as pd
 
-from arkbench.records import CELL_COLUMNS, VERDICT_COLUMNS
+from arkbench.records import CELL_COLUMNS, COUNT_COLUMNS, FIGURE_COLUMNS, VERDICT_COLUMNS
 from arkbench.report.figures import Figure, number, text
 
 CELL_KEY = ["scenario", "variant", "workload", "model", "cell"]
 WORDS = (*CELL_KEY, "status", "output_hash", "valid", "reason")
-FIGURES = (
-    "requests_ok", "requests_failed", "requests_refused", "requests_timeout", "decode_tok_s", "stream_tok_s",
-    "prefill_tok_s", "ttft_p50_s", "ttft_max_s", "tpot_p50_s", "itl_p50_s", "itl_p99_s", "cached_tokens", "energy_j",
-    "wh_per_1k_tokens", "idle_w", "limit_tok_s", "limit_fraction", "duration_s",
-)  # fmt: skip
+FIGURES = (*COUNT_COLUMNS, *FIGURE_COLUMNS)
 SETTINGS = ("streams", "context_tokens", "at_once", "prompt_tokens", "output_tokens")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
 
 from arkbench.report.blocks import Block, Column, Table
@@ -33,10 +34,9 @@ def _medians(repetitions: Sequence[Sequence[Mapping[str, Any]]]) -> list[Mapping
         same = [rows[index] for rows in repetitions if index < len(rows)]
         row = dict(first)
         for key, value in first.items():
-            values = sorted(v for other in same if (v := number(other.get(key))) is not None)
+            values = [v for other in same if (v := number(other.get(key))) is not None]
             if isinstance(value, float) and values:
-                middle = len(values) // 2
-                row[key] = values[middle] if len(values) % 2 else (values[middle - 1] + values[middle]) / 2
+                row[key] = median(values)
         rows.append(row)
     return rows
 

@@ -86,10 +86,6 @@ def _largest(panel: BarPanel) -> float | None:
     return max((value for series in panel.series for value in series.values if value and value > 0), default=None)
 
 
-def _largest(panel: BarPanel) -> float | None:
-    return max((value for series in panel.series for value in series.values if value and value > 0), default=None)
-
-
 def _group(row: Mapping[str, Any], several: bool, contexts: bool) -> str:
     name = setting(row, contexts)
     return f"{row['model']} · {name}" if several else name

@@ -8,6 +8,7 @@ from typing import Any
 
 import pandas as pd
 
+from arkbench.records import COUNT_COLUMNS
 from arkbench.report import published
 from arkbench.report.blocks import Block, Column, Table
 from arkbench.report.charts import BarPanel, Bars, BarSeries, Line, LinePanel, Lines
@@ -66,9 +67,8 @@ def _subjects(comparison: Comparison, scenario: str, runs: Sequence[Run]) -> lis
 
 
 def _at_streams(comparison: Comparison, rows: pd.DataFrame) -> pd.DataFrame:
-    if comparison.streams is None:
-        return rows
-    return rows[rows["streams"] == comparison.streams[1]]
+    _, new = comparison.streams
+    return rows[rows["streams"].isin(new)] if new else rows
 
 
 def _subject_label(subject: Subject, subjects: Sequence[Subject]) -> str:
@@ -95,8 +95,8 @@ def _row_keys(comparison: Comparison, subjects: Sequence[Subject]) -> list[tuple
 
 
 def _sides(comparison: Comparison) -> list[tuple[str, tuple[int, ...]]]:
-    base, new = comparison.streams or (0, 0)
-    return [(comparison.base, (base, 10) if base == 12 else (base,)), (comparison.new, (new,))]
+    """(variant, numbers of streams that count; empty: any) of the base and of the new variant."""
+    return list(zip((comparison.base, comparison.new), comparison.streams, strict=True))
 
 
 def _key(value: Any) -> Any:
@@ -116,7 +116,7 @@ def _published_row(comparison: Comparison, key: tuple[Any, ...]) -> Mapping[str,
 
 def _published_pair(comparison: Comparison, measure: Measure, key: tuple[Any, ...]) -> Pair:
     row = _published_row(comparison, key)
-    streams = [side[1][0] for side in _sides(comparison)]
+    streams = [next(iter(side), 0) for side in comparison.streams]
     if comparison.base_streams_column and row:
         streams[0] = int(row[comparison.base_streams_column])
     if not comparison.by_model and comparison.rows[0].column == "streams":
@@ -136,7 +136,7 @@ def _measured_pair(comparison: Comparison, measure: Measure, key: tuple[Any, ...
         rows = _cells(comparison, subject.run, subject.scenario, variant, subject.model)
         for value, row_key in zip(key, comparison.rows, strict=True):
             rows = rows[[_key(cell) == value for cell in rows[row_key.column]]]
-        if any(streams):
+        if streams:
             rows = rows[rows["streams"].isin(streams)]
         if rows.empty:
             figures.append(Figure(None))
@@ -157,13 +157,12 @@ def _comparison_blocks(comparison: Comparison, scenario: str, subjects: Sequence
         pairs = {key: [_published_pair(comparison, measure, key)] for key in keys}
         for key in keys:
             pairs[key] += [_measured_pair(comparison, measure, key, subject) for subject in subjects]
-        columns = 1 + len(subjects)
         measured_any = any(
             pair.base.value is not None or pair.new.value is not None for key in keys for pair in pairs[key][1:]
         )
         blocks.append(_comparison_table(comparison, measure, name, keys, pairs, subjects))
         if measured_any:
-            blocks += _comparison_charts(comparison, measure, name, keys, pairs, subjects, columns)
+            blocks += _comparison_charts(comparison, measure, name, keys, pairs, subjects)
     return blocks
 
 
@@ -207,13 +206,12 @@ def _comparison_charts(
     keys: Sequence[tuple[Any, ...]],
     pairs: Mapping[tuple[Any, ...], Sequence[Pair]],
     subjects: Sequence[Subject],
-    columns: int,
 ) -> list[Block]:
     titles = _groups(comparison, subjects)
     panels = []
     for outer in _outer_keys(comparison, keys):
         inner = [key for key in keys if len(key) == 1 or key[0] == outer]
-        for column in range(columns):
+        for column in range(len(titles)):
             gap = "not published" if column == 0 else "not measured"
             title = titles[column].replace("published (", "Published (").replace("measured (", "Measured (")
             if outer is not None:
@@ -386,8 +384,8 @@ def _deadline_blocks(scenario: str, runs: Sequence[Run]) -> list[Block]:
     """Bursts at the limit: how many of the requests had their first token in time."""
     table = published.table("pipelined_prefill_limit.csv")
     columns = [Column("prompt tokens", "integer"), Column("at once", "integer")]
-    columns += [Column(variant, "text", "published (RTX 5090)") for variant in ("ark-2.0", "ark-2.1")]
-    columns.append(Column("refused, ark-2.1", "integer", "published (RTX 5090)"))
+    columns += [Column(variant, "text", f"published ({published.PUBLISHED_GPU})") for variant in ("ark-2.0", "ark-2.1")]
+    columns.append(Column("refused, ark-2.1", "integer", f"published ({published.PUBLISHED_GPU})"))
     several = len(runs) > 1
     sources = []
     for run in runs:
@@ -417,8 +415,7 @@ def _deadline_blocks(scenario: str, runs: Sequence[Run]) -> list[Block]:
 def _answered(cells: pd.DataFrame) -> str | None:
     if cells.empty or not cells["requests_ok"].count():
         return None
-    counts = ["requests_ok", "requests_failed", "requests_refused", "requests_timeout"]
-    return f"{cells['requests_ok'].sum():.0f} of {cells[counts].sum().sum():.0f}"
+    return f"{cells['requests_ok'].sum():.0f} of {cells[list(COUNT_COLUMNS)].sum().sum():.0f}"
 
 
 def published_counterpart(row: Mapping[str, Any]) -> Figure | None:
@@ -430,7 +427,7 @@ def published_counterpart(row: Mapping[str, Any]) -> Figure | None:
             continue
         side = variants.index(variant)
         streams = _sides(comparison)[side][1]
-        if any(streams) and number(row["streams"]) not in streams:
+        if streams and number(row["streams"]) not in streams:
             continue
         key = tuple(_key(row[k.column]) for k in comparison.rows)
         pair = _published_pair(comparison, comparison.measures[0], key)

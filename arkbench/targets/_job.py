@@ -132,7 +132,6 @@ class JobStats:
     pieces: int = 0
     estimated_counts: int = 0
     cut: int = 0
-    notes: tuple[str, ...] = ()
 
 
 LAG_PERIOD_S = 0.005

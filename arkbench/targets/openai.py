@@ -243,7 +243,6 @@ def client_report(stats: Sequence[JobStats], mode: str, notes: tuple[str, ...] =
     estimated = sum(s.estimated_counts for s in stats)
     if estimated:
         notes += (f"{estimated} answers: the tokens of a piece are estimated from its text, their sum is the usage's",)
-    notes += tuple(chain.from_iterable(s.notes for s in stats))
     reason = "the client was the limit: " + "; ".join(reasons) if reasons else ""
     return LoadReport(valid=not reasons, reason=reason, client_lag_p99_s=lag, notes=notes)
 

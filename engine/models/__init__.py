@@ -100,10 +100,3 @@ def _first_layers(config: ModelConfig, cut: str) -> ModelConfig:
     if not cut.isdigit() or not 1 <= int(cut) <= len(config.layers):
         raise EngineError(f"'{config.name}@layers={cut}': layers must be a number from 1 to {len(config.layers)}")
     return replace(config, name=f"{config.name}@layers={cut}", layers=config.layers[: int(cut)])
-
-
-def catalogue() -> list:
-    """The published models with parameters, bytes and whether they fit: see `engine.catalogue.CatalogueRow`."""
-    from engine.catalogue import catalogue as rows
-
-    return rows()

@@ -16,9 +16,8 @@ class TokenLogprob:
     """A token's text and log probability, and the best alternatives as (text, log probability)."""
 
     text: str
-    token: int
     logprob: float
-    top: tuple[tuple[str, int, float], ...]
+    top: tuple[tuple[str, float], ...]
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ class Output:
     def _logprob(self, token: int, logprob: float, top: dict[int, float]) -> TokenLogprob:
         name = self._tokenizer.decode
         best = sorted(top.items(), key=lambda item: -item[1])
-        return TokenLogprob(name([token]), token, logprob, tuple((name([t]), t, value) for t, value in best))
+        return TokenLogprob(name([token]), logprob, tuple((name([t]), value) for t, value in best))
 
 
 def usage(outputs: list[Output]) -> dict[str, Any]:

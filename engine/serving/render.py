@@ -68,7 +68,7 @@ class CompletionRender:
         return {
             "tokens": [entry.text for entry in logprobs],
             "token_logprobs": [entry.logprob for entry in logprobs],
-            "top_logprobs": [{text: value for text, _, value in entry.top} for entry in logprobs],
+            "top_logprobs": [dict(entry.top) for entry in logprobs],
             "text_offset": offsets,
         }
 
@@ -116,5 +116,5 @@ def _chat_logprob(entry: TokenLogprob) -> dict[str, Any]:
     def named(text: str, value: float) -> dict[str, Any]:
         return {"token": text, "logprob": value, "bytes": list(text.encode())}
 
-    top = [named(text, value) for text, _, value in entry.top]
+    top = [named(text, value) for text, value in entry.top]
     return {**named(entry.text, entry.logprob), "top_logprobs": top}

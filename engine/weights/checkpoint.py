@@ -25,6 +25,10 @@ HEADS = ("lm_head", "model.embed_tokens")
 perplexity by 22%."""
 
 
+class MissingTensor(EngineError):
+    """The checkpoint has no tensor of that name (a damaged one is a plain EngineError)."""
+
+
 @dataclass(frozen=True)
 class Codes:
     """A matrix [n, k] as stored 4-bit codes: uint8 [n, k]; scales, zeros [n, k / group] (zeros None: 8)."""
@@ -63,7 +67,10 @@ class MatrixReader(Protocol):
         ...
 
     def read_matrix(self, name: str, tensor: Callable[[str], Tensor], device: torch.device) -> Codes:
-        """The 4-bit matrix `name` on the device; `tensor` gives a tensor by its canonical name, on the device."""
+        """The 4-bit matrix `name` on the device; `tensor` gives a tensor by its canonical name, on the device.
+
+        `tensor` raises MissingTensor where there is none.
+        """
         ...
 
 
@@ -152,7 +159,7 @@ class CheckpointSource:
 
     def _any_shape(self, name: str) -> Tensor:
         if name not in self._stored:
-            raise EngineError(f"{self.store.where}: tensor '{name}' is missing; {self.config.family} needs it")
+            raise MissingTensor(f"{self.store.where}: tensor '{name}' is missing; {self.config.family} needs it")
         self._used.add(name)
         return self.store.read(self._stored[name]).to(self.device)
 

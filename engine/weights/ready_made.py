@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.config import EngineError
-from engine.weights.checkpoint import Codes, MatrixReader, split_groups
+from engine.weights.checkpoint import Codes, MatrixReader, MissingTensor, split_groups
 
 # AWQ stores columns 0 2 4 6 1 3 5 7 of each eight in the nibbles of a word.
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -58,7 +58,7 @@ class GptqReader:
     def _check_order(self, name: str, tensor: Callable[[str], Tensor], k: int, group: int) -> None:
         try:
             order = tensor(f"{name}.g_idx")
-        except EngineError:
+        except MissingTensor:
             return
         if not torch.equal(order.long(), torch.arange(k, device=order.device) // group):
             raise EngineError(
@@ -111,7 +111,7 @@ class PackedReader:
         scales = tensor(f"{name}.weight_scale").reshape(n, -1)
         try:
             zeros = _tidy_zeros(unpack_int32(tensor(f"{name}.weight_zero_point"), 0)[:n], scales)
-        except EngineError:
+        except MissingTensor:
             zeros = None
         return split_groups(Codes(codes, scales, zeros, k // scales.shape[1]))
 

@@ -10,6 +10,8 @@ from safetensors.torch import load_file, save_file
 from engine.config import EngineError
 from engine.models import model_config
 from engine.quant import QuantWeight
+from engine.weights.checkpoint import Codes, MissingTensor
+from engine.weights.ready_made import PackedReader
 from engine.weights.synthetic import SyntheticSource
 from tests.engine.conftest import reference
 from tests.engine.helpers import generate, load, logits_of, prompt_of
@@ -138,6 +140,27 @@ def test_ready_made_4bit_checkpoints_give_the_logits_of_the_weights_they_stand_f
         assert (found - expected).abs().max() / expected.abs().max() < 2e-5
     engine = load(str(folder), switches={"weights_dtype": "int4"})
     assert engine.info.quantized == "every matrix in 4 bits but the output head"
+
+
+def test_a_damaged_zero_point_is_not_taken_for_an_absent_one():
+    """Taken for absent it would give other weights without a word."""
+    stored = {
+        "w.weight_shape": torch.tensor([8, 8]),
+        "w.weight_packed": torch.zeros((8, 1), dtype=torch.int32),
+        "w.weight_scale": torch.ones((8, 1)),
+    }
+
+    def read(kind: type[EngineError]) -> Codes:
+        def tensor(name: str) -> torch.Tensor:
+            if name not in stored:
+                raise kind(name)
+            return stored[name]
+
+        return PackedReader().read_matrix("w", tensor, torch.device("cpu"))
+
+    assert read(MissingTensor).zeros is None
+    with pytest.raises(EngineError, match="weight_zero_point"):
+        read(EngineError)
 
 
 def test_gptq_with_reordered_inputs_is_refused(checkpoints, tmp_path):

@@ -318,7 +318,7 @@ def test_folder_in_use_is_refused(tmp_path):
 # ------------------------------------------------------------------------------------------------- subprocesses
 
 FAKE_CLI = """
-    import csv, json, pathlib, random, sys
+    import csv, hashlib, json, pathlib, random, sys
 
     SLOWDOWN = {slowdown}
     arguments = sys.argv[1:]
@@ -329,8 +329,9 @@ FAKE_CLI = """
         sys.exit(3)
     out = pathlib.Path(out)
     out.mkdir()
-    text = pathlib.Path(arguments[1]).read_text()
-    run = dict(status="complete", seed=int(seed), gpus=["Fake"], scenarios=[dict(name="quick", text=text)])
+    digest = hashlib.sha256(pathlib.Path(arguments[1]).read_bytes()).hexdigest()
+    scenarios = [dict(name="quick", hash=digest)]
+    run = dict(status="complete", seed=int(seed), gpus=[dict(name="Fake")], scenarios=scenarios)
     (out / "run.json").write_text(json.dumps(run))
     time = (1 + SLOWDOWN) * random.Random(f"{{out}}{{SLOWDOWN}}").gauss(1, 0.003)
     row = {row!r}

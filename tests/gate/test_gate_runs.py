@@ -235,6 +235,7 @@ HEADER = (",".join(CELL_COLUMNS) + "\n").encode()
         ("run.json", b"", "not valid JSON"),
         ("run.json", b"[]", "not a JSON object"),
         ("run.json", b'{"status": "complete", "gpus": []}', "does not say which scenario"),
+        ("run.json", b'{"status": "complete", "scenarios": [{"name": "quick"}]}', "a file of it cannot be understood"),
         ("cells.csv", None, "cannot be read"),
         ("cells.csv", b"", "lacks the columns"),
         ("cells.csv", b"scenario,variant\nquick,best\n", "lacks the columns model"),
@@ -288,15 +289,6 @@ def test_figures_are_medians_over_repetitions(base, tmp_path):
     _, result = states(base, write_run(tmp_path / "head", rows(500.0)))
     row = next(r for r in result.rows if r.check == "decode_tok_s")
     assert (row.base, row.head) == (1002.0, 501.0) and row.worsening == pytest.approx(math.log(2))
-
-
-def test_scenario_may_be_given_as_text(tmp_path):
-    run = write_run(tmp_path / "run", rows(), scenarios=None, scenario={"name": "quick", "text": "name = 'quick'"})
-    same = write_run(tmp_path / "same", rows(), scenarios=None, scenario={"name": "quick", "text": "name = 'quick'"})
-    other = write_run(tmp_path / "other", rows(), scenarios=None, scenario={"name": "quick", "text": "name = 'slow'"})
-    assert states(run, same)[1].exit_code == 0
-    with pytest.raises(UserError, match="different scenarios"):
-        states(run, other)
 
 
 def test_columns_are_those_of_the_records():

@@ -128,7 +128,7 @@ def wait_for_cells(path, count, process):
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_a_stopped_run_keeps_its_cells_and_resumes(tmp_path, how):
     run = tmp_path / "run"
-    line, options = command(*SMALL, "--repetitions", "8", "--output", run, cwd=tmp_path)
+    line, options = command(*SMALL, "--repetitions", "5", "--output", run, cwd=tmp_path)
     # a process started in the background of a shell inherits that Ctrl-C is ignored
     process = subprocess.Popen(line, **options, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     wait_for_cells(run / "cells.csv", 2, process)
@@ -140,10 +140,8 @@ def test_a_stopped_run_keeps_its_cells_and_resumes(tmp_path, how):
         assert "partial" in (run / "report.md").read_text()
     before = [r for r in read_rows(run / "cells.csv") if r["status"] == "complete"]
     assert len(before) >= 2
-    other = arkbench("run", "--resume", run, "--seed", "5", cwd=tmp_path)
-    assert (other.returncode, "seed differ" in other.stderr) == (2, True)
-    done = arkbench("run", "--resume", run, cwd=tmp_path)
+    done = arkbench("run", "--resume", run, "--no-report", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     after = read_rows(run / "cells.csv")
-    assert len(after) == 32 and {r["status"] for r in after} == {"complete"}
+    assert len(after) == 20 and {r["status"] for r in after} == {"complete"}
     assert after[: len(before)] == before

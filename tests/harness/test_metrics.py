@@ -43,7 +43,6 @@ def test_a_bundled_first_piece_does_not_inflate_the_rate():
 def test_pieces_of_four_tokens_count_as_four_gaps():
     four = record(times=[0.0, 0.04, 0.08], counts=[4, 4, 4])
     assert metrics.token_gaps(four) == pytest.approx([0.01] * 8)
-    assert metrics.piece_gaps(four) == pytest.approx([0.04, 0.04])
 
 
 def test_tokens_are_those_of_usage_not_of_pieces():
@@ -119,10 +118,9 @@ def test_most_in_flight():
 
 def test_energy():
     assert metrics.wh_per_1k_tokens(3600.0, 500) == pytest.approx(2.0)
+    assert metrics.wh_per_1k_tokens(684.0, 1000) == pytest.approx(0.19)
     assert metrics.wh_per_1k_tokens(None, 500) is None
     assert metrics.wh_per_1k_tokens(3600.0, 0) is None
-    assert metrics.net_energy_j(1000.0, 50.0, 10.0) == pytest.approx(500.0)
-    assert metrics.net_energy_j(1000.0, None, 10.0) is None
 
 
 def test_spread_is_range_over_median():
@@ -157,8 +155,3 @@ def test_prefill_limit():
     assert metrics.prefill_limit(Machine(1e6, 1e6), cost, 100) == pytest.approx(1000.0)
     assert metrics.prefill_limit(Machine(1000.0, 1e9), cost, 100) == pytest.approx(100.0)
     assert metrics.prefill_limit(Machine(), cost, 100) is None
-
-
-def test_published_total_is_stream_speed_times_streams():
-    assert metrics.total_from_streams(20.9, 64) == pytest.approx(1337.6)
-    assert metrics.total_from_streams(None, 64) is None

@@ -11,11 +11,12 @@ import pytest
 from fake_nvml import FakeGpu, install
 
 import arkbench.power.rapl as rapl
-from arkbench.power import POWER_COLUMNS, DeviceEnergy, PowerError, meter
-from arkbench.power.base import Meter, combine
+from arkbench.power import PowerError, meter
+from arkbench.power.base import DeviceEnergy, Meter, combine
 from arkbench.power.command import CommandMeter, parse_watts
 from arkbench.power.nvml import throttle_names
 from arkbench.power.rapl import RaplDomain, rapl_sources
+from arkbench.power.window import POWER_COLUMNS
 
 LOST = pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
 UNSUPPORTED = pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
@@ -41,7 +42,7 @@ def test_counter_and_samples_agree(monkeypatch):
     (gpu,) = reading.devices
     assert gpu.counter_j == pytest.approx(150, rel=0.1) and gpu.integrated_j == pytest.approx(150, rel=0.05)
     assert reading.energy_j == gpu.energy_j == gpu.counter_j == reading.gpu_j
-    assert reading.valid and reading.cpu_j is None and reading.idle_w is None and reading.net_j is None
+    assert reading.valid and reading.cpu_j is None and reading.idle_w is None
     assert any("CPU energy not available" in line for line in reading.missing)
     rows = m.rows()
     assert tuple(rows[0]) == POWER_COLUMNS
@@ -171,7 +172,7 @@ def test_throttle_reasons_unknown_are_not_none(monkeypatch):
     assert meter([0]).sources[0].sample(0.0).throttle is None
 
 
-def test_idle_gives_net(monkeypatch):
+def test_idle_power_is_of_the_rest_before(monkeypatch):
     gpu = FakeGpu(watts=100)
     install(monkeypatch, [gpu])
     with meter([0]) as m:
@@ -184,9 +185,7 @@ def test_idle_gives_net(monkeypatch):
         time.sleep(0.4)
         busy = m.window(t0, t0 + 0.4)
         assert busy.idle_w == idle.mean_w
-        assert busy.net_j == pytest.approx(80, rel=0.15) and busy.energy_j == pytest.approx(120, rel=0.1)
-        assert busy.joules_per_token(40) == pytest.approx(3, rel=0.1)
-        assert busy.wh_per_1k_tokens(40, net=True) == pytest.approx(busy.net_j / 144)
+        assert busy.energy_j == pytest.approx(120, rel=0.1)
         m.idle(0.3)
     assert m.idle_drift().startswith("idle power was ")
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arkbench.power.window import Sample, counter_energy, integrated_energy, joules_per_token, wh_per_1k_tokens
+from arkbench.power.window import Sample, counter_energy, integrated_energy
 
 
 def samples(*points: tuple[float, float | None], what: str = "energy_j") -> list[Sample]:
@@ -106,11 +106,3 @@ def test_constant_power_is_recovered_whatever_the_window(watts, update_s, t0, le
     assert counter_energy(series, t0, t0 + length).joules == pytest.approx(watts * length, abs=watts * 0.0401)
     flat = samples(*((s.time_s, watts) for s in series), what="watts")
     assert integrated_energy(flat, t0, t0 + length, 0.5).joules == pytest.approx(watts * length)
-
-
-def test_units():
-    assert wh_per_1k_tokens(3600.0, 1000) == 1.0
-    assert wh_per_1k_tokens(684.0, 1000) == pytest.approx(0.19)
-    assert joules_per_token(684.0, 1000) == pytest.approx(0.684)
-    assert wh_per_1k_tokens(None, 10) is None and wh_per_1k_tokens(5.0, 0) is None
-    assert joules_per_token(None, 10) is None and joules_per_token(5.0, 0) is None
