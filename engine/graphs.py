@@ -6,6 +6,7 @@ such step of a bucket comes). A short prompt is bound by the host's launches, no
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,12 +24,10 @@ if TYPE_CHECKING:
     from engine.stage import Stage
 
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
-PROMPT_BUCKETS = (64, 128, 256, 512, 768, 1024)
-LONGEST_PROMPT = 512
-"""Most tokens of a captured prompt step. Padding them up to a bucket costs more than launches, but for small models."""
-
-SMALL_MODEL, LONGEST_OF_SMALL = 3e9, 1024
-"""Weights below which a model is small: 1,024 tokens are read in less time than the host takes to launch that."""
+PROMPT_BUCKETS = (64, 128, 256, 512, 768, 1024, 1536, 2048)
+LONGEST_PROMPTS = ((3e9, 2048), (10e9, 1024), (math.inf, 512))
+"""(weights of a model, up to which a captured prompt step has so many tokens): longer ones take the GPU longer than the
+host needs to launch them (about 1 ms a layer), and padding them up to a bucket costs more than launches."""
 
 PROMPTS_TOGETHER = 8
 """Most prompts in a captured prompt step."""
@@ -81,7 +80,7 @@ def longest_prompt(config: ModelConfig, kernels: Kernels) -> int:
     plain = all(isinstance(layer.mixer, Attention) and isinstance(layer.ffn, DenseFfn) for layer in config.layers)
     if kernels != "fused" or not plain:
         return 0
-    return LONGEST_OF_SMALL if model_weights(config)[0] < SMALL_MODEL else LONGEST_PROMPT
+    return next(tokens for weights, tokens in LONGEST_PROMPTS if model_weights(config)[0] <= weights)
 
 
 @dataclass
@@ -155,7 +154,7 @@ class Graphs:
         captured = self._take(order.shape, order.decode, order.greedy or self.hidden_out is not None)
         inputs = self.stage.upload(order, captured.buffer)
         if order.decode and not order.resident and self.stage.decoder.is_first:
-            self.stage.token_pool.index_copy_(0, inputs.state_slots, inputs.tokens)
+            self.stage.token_pool.index_copy_(0, inputs.state_slots.long(), inputs.tokens)
         if residual is not None and self.hidden_in is not None:
             self.hidden_in[: order.rows].copy_(residual)
         captured.graph.replay()

@@ -10,8 +10,9 @@ from engine.models import model_config
 @pytest.mark.parametrize(
     ("model", "kernels", "longest"),
     [
-        ("Llama-3.2-1B", "fused", 1024),
-        ("Qwen3-8B", "fused", 512),
+        ("Llama-3.2-1B", "fused", 2048),
+        ("Qwen3-8B", "fused", 1024),
+        ("Qwen3-14B", "fused", 512),
         ("Llama-3.2-1B", "standard", 0),
         ("Qwen3.6-35B-A3B", "fused", 0),
         ("GLM-4.7-Flash", "fused", 0),
