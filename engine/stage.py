@@ -83,11 +83,6 @@ class Stage:
             self._graphs_by_kernels[kernels] = Graphs(self, shapes)
         self.graphs = self._graphs_by_kernels[kernels]
 
-    def recapture(self, kernels: Kernels) -> None:
-        """Captures the steps again, after something has changed that is chosen when a step is captured."""
-        self._graphs_by_kernels.clear()
-        self.capture(kernels)
-
     def set_kernels(self, kernels: Kernels) -> None:
         """Turns the switch `kernels`."""
         self.decoder.set_kernels(kernels)

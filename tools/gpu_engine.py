@@ -12,13 +12,11 @@ import argparse
 import random
 import time
 from collections import defaultdict
-from collections.abc import Sequence
 
 import torch
 
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.kernels.fetch import BUDGET
 from engine.request import Request, SamplingParams
 
 STREAMS = (1, 8, 16, 64)
@@ -43,34 +41,21 @@ def generate(engine: Engine, streams: int, tokens: int, prompt: int) -> tuple[fl
     return (made / (end - start) if end > start else 0.0), start - begin
 
 
-def measure(model: str, fetch: Sequence[int]) -> None:
+def measure(model: str) -> None:
     begin = time.monotonic()
     engine = Engine.load(EngineConfig(model, device="cuda", max_streams=64, max_model_len=9000, cache_tokens=40_000))
     print(f"{model}: ready in {time.monotonic() - begin:.1f} s {engine.info.start_seconds}")
-    for megabytes in fetch:
-        fetch_ahead(engine, megabytes)
-        for streams in STREAMS:
-            generate(engine, streams, 4, 128)
-            rate, _ = generate(engine, streams, 160, 128)
-            fraction = rate / streams * engine.info.step_weight_bytes / BANDWIDTH
-            print(
-                f"{model}: {megabytes} MB fetched ahead, {streams} streams {rate:.0f} tok/s, "
-                f"weights alone at {fraction:.0%} of the memory limit",
-                flush=True,
-            )
+    for streams in STREAMS:
+        generate(engine, streams, 4, 128)
+        rate, _ = generate(engine, streams, 160, 128)
+        fraction = rate / streams * engine.info.step_weight_bytes / BANDWIDTH
+        print(f"{model}: {streams} streams {rate:.0f} tok/s, weights alone at {fraction:.0%} of the memory limit")
     for prompt in PROMPTS:
         generate(engine, 1, 2, prompt)
         first = min(generate(engine, 1, 2, prompt)[1] for _ in range(3))
         print(f"{model}: prompt of {prompt}: {prompt / first:.0f} tok/s")
     print(f"{model}: most memory {torch.cuda.max_memory_allocated() / 1e9:.1f} GB")
     engine.close()
-
-
-def fetch_ahead(engine: Engine, megabytes: int) -> None:
-    """Captures the steps anew with so many MB of weights a layer put into the L2 cache (engine/kernels/fetch.py)."""
-    if megabytes << 20 != BUDGET.fetch_bytes:
-        BUDGET.fetch_bytes = megabytes << 20
-        engine.stage.recapture("fused")
 
 
 def profile(model: str, streams: tuple[int, ...], prompts: tuple[int, ...], steps: int = 8) -> None:
@@ -119,7 +104,6 @@ def print_kernels(title: str, engine: Engine, steps: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("models", nargs="+")
-    parser.add_argument("--fetch", type=int, nargs="*", default=[BUDGET.fetch_bytes >> 20], help="MB fetched ahead")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--streams", type=int, nargs="*", default=[1], help="decode steps to profile")
     parser.add_argument("--prompts", type=int, nargs="*", default=[], help="prompts to profile")
@@ -128,7 +112,7 @@ def main() -> None:
         if options.profile:
             profile(model, tuple(options.streams), tuple(options.prompts))
         else:
-            measure(model, options.fetch)
+            measure(model)
         torch.cuda.empty_cache()
 
 

@@ -111,7 +111,7 @@ def check_layer(layer: Layer, x: torch.Tensor) -> float:
     assert same.float().mean() > 0.999
     torch.testing.assert_close(weights[same], expected_weights[same], rtol=1e-4, atol=1e-5)
     if len(x) > moe.LAUNCHES.direct_tokens:
-        size = moe.block_size(len(x), ids.shape[1], layer.experts.count)
+        size = moe.block_size(len(x), ids.shape[1], layer.experts.count, layer.experts.codes)
         got, expected = (
             group(ids, layer.experts.count, size) for group in (moe.group_pairs_triton, moe.group_pairs_reference)
         )
@@ -146,7 +146,7 @@ def time_experts(name: str, tokens_list: tuple[int, ...]) -> None:
         error = check_layer(layer, inputs[0])
         report(f"{name} router", tokens, microseconds([partial(layer.choose, x) for x in inputs]), router_bytes)
         if tokens > moe.LAUNCHES.direct_tokens:
-            size = moe.block_size(tokens, choices[0][0].shape[1], layer.experts.count)
+            size = moe.block_size(tokens, choices[0][0].shape[1], layer.experts.count, layer.experts.codes)
             calls = [partial(moe.group_pairs_triton, ids, layer.experts.count, size) for ids, _ in choices]
             report(f"{name} grouping", tokens, microseconds(calls), choices[0][0].numel() * 8)
         report(f"{name} experts", tokens, time_products(layer, inputs, choices), visited * each, error)

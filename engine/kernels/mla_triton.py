@@ -9,10 +9,7 @@ from torch import Tensor
 
 from engine.batch import Batch, LayerCache
 from engine.config import LatentAttention
-from engine.kernels._launch import capability
-
-SEGMENT = 256
-MOST_SEGMENTS = 64
+from engine.kernels._launch import capability, launch, power_of_2
 
 
 @triton.jit
@@ -43,10 +40,13 @@ def _quantized(x, step, dtype: tl.constexpr):
 def latent_write_kernel(
     y, q_weight, kv_weight, table, positions, slots, q, k, v, k_scale, v_scale, size, table_width, eps,
     Q_RANK: tl.constexpr, KV_RANK: tl.constexpr, HALF: tl.constexpr, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr,
-    HALF_BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr, SCALED: tl.constexpr, PARTS: tl.constexpr,
+    HALF_BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr, SCALED: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row: query latents normalised, key latents normalised and the shared key rotated into the cache."""
     row = tl.program_id(0).to(tl.int64)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     base = row * (Q_RANK + KV_RANK + 2 * HALF)
     column = tl.arange(0, Q_BLOCK)
     x = _rms_norm(
@@ -87,19 +87,23 @@ def latent_write_kernel(
 @triton.jit
 def latent_attention_kernel(
     q_latent, q_rope, table, k, v, k_scale, v_scale, positions, query_start, kv_len, page_table, out, partial, stats,
-    rows_total, latent_token, latent_head, rope_token, rope_head, table_width, max_pages, segment_length, scale,
+    rows_total, latent_token, latent_head, rope_token, rope_head, table_width, max_pages, scale,
     HEADS: tl.constexpr, KV_RANK: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr, M: tl.constexpr,
-    N: tl.constexpr, INTERLEAVED: tl.constexpr, SCALED: tl.constexpr, SPLIT: tl.constexpr,
+    N: tl.constexpr, INTERLEAVED: tl.constexpr, SCALED: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """M (token, head) rows of one request against one segment of its cached tokens.
+    """M (token, head) rows of one request against every num_programs(2)-th tile of N of its cached tokens.
 
-    SPLIT: leaves the unnormalised sum in partial [segments, rows_total * HEADS, KV_RANK] and (max, sum) in stats
-    [2, segments, rows_total * HEADS]; otherwise the segment is the whole context and out [T, HEADS, KV_RANK] is final.
+    SPLIT: leaves the unnormalised sum in partial [programs, rows_total * HEADS, KV_RANK] and (max, sum) in stats
+    [2, programs, rows_total * HEADS]; otherwise there is one program, and out [T, HEADS, KV_RANK] is final. A short
+    context has one tile a program: no program waits twice for memory.
     """
-    block, request, segment = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    block, request, share = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start, end = tl.load(query_start + request), tl.load(query_start + request + 1)
     length = tl.load(kv_len + request)
-    first_token = segment * segment_length
+    first_token = share * N
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     if (block * M < (end - start) * HEADS) & (first_token < length):
         dtype: tl.constexpr = q_latent.dtype.element_ty
         m = block * M + tl.arange(0, M)
@@ -121,8 +125,8 @@ def latent_attention_kernel(
         total = tl.zeros((M,), tl.float32)
         acc = tl.zeros((M, KV_RANK), tl.float32)
         newest = tl.max(position, 0) + 1
-        last_token = tl.minimum(tl.minimum(first_token + segment_length, length), newest)
-        for n in range(first_token, last_token, N):
+        last_token = tl.minimum(length, newest)
+        for n in range(first_token, last_token, N * tl.num_programs(2)):
             cached = n + tl.arange(0, N)
             known = cached < last_token
             page = tl.load(page_table + request * max_pages + cached // PAGE, mask=known, other=0).to(tl.int64)
@@ -152,7 +156,7 @@ def latent_attention_kernel(
             best = new_best
         line = token * HEADS + head
         if SPLIT:
-            first = segment.to(tl.int64) * (rows_total * HEADS)
+            first = share.to(tl.int64) * (rows_total * HEADS)
             tl.store(partial + (first + line)[:, None] * KV_RANK + column[None, :], acc, mask=live[:, None])
             tl.store(stats + first + line, best, mask=live)
             first += tl.num_programs(2).to(tl.int64) * (rows_total * HEADS)
@@ -164,22 +168,26 @@ def latent_attention_kernel(
 
 @triton.jit
 def combine_kernel(
-    partial, stats, kv_len, out, lines, segments, segment_length, HEADS: tl.constexpr, KV_RANK: tl.constexpr
-):
-    """The segments of one (token, head) of a decode step, in order; zeros where nothing is cached."""
+    partial, stats, kv_len, out, lines, shares, HEADS: tl.constexpr, KV_RANK: tl.constexpr, N: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """The shares of one (token, head) of a decode step, in order; zeros where nothing is cached."""
     line = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, KV_RANK)
     length = tl.load(kv_len + line // HEADS)
-    used = tl.minimum((length + segment_length - 1) // segment_length, segments)
+    used = tl.minimum((length + N - 1) // N, shares)
     best = -float("inf")
-    for segment in range(used):
-        best = tl.maximum(best, tl.load(stats + segment * lines + line))
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    for share in range(used):
+        best = tl.maximum(best, tl.load(stats + share * lines + line))
     total = 0.0
     acc = tl.zeros((KV_RANK,), tl.float32)
-    for segment in range(used):
-        share = tl.exp(tl.load(stats + segment * lines + line) - best)
-        total += share * tl.load(stats + (segments + segment) * lines + line)
-        acc += share * tl.load(partial + (segment * lines + line) * KV_RANK + column)
+    for share in range(used):
+        weight = tl.exp(tl.load(stats + share * lines + line) - best)
+        total += weight * tl.load(stats + (shares + share) * lines + line)
+        acc += weight * tl.load(partial + (share * lines + line) * KV_RANK + column)
     value = acc / tl.where(total == 0.0, 1.0, total)
     tl.store(out + line * KV_RANK + column, value.to(out.dtype.element_ty))
 
@@ -192,11 +200,12 @@ def latent_write(
     parts, rows = (1, y.shape[0]) if y.dim() == 2 else (y.shape[0], y.shape[1])
     q = torch.empty(rows, spec.q_rank, dtype=dtype, device=y.device)
     half = spec.rope_dim // 2
-    latent_write_kernel[(rows,)](
+    launch(
+        latent_write_kernel, (rows,),
         y, q_weight, kv_weight, table, batch.positions, batch.slots, q, cache.k, cache.v, cache.k_scale, cache.v_scale,
         rows * y.shape[-1], table.stride(0), spec.latent_eps, spec.q_rank, spec.kv_rank, half,
-        triton.next_power_of_2(spec.q_rank), triton.next_power_of_2(spec.kv_rank), triton.next_power_of_2(half),
-        spec.rope.interleaved, cache.k_scale is not None, parts, num_warps=4,
+        power_of_2(spec.q_rank), power_of_2(spec.kv_rank), power_of_2(half), spec.rope.interleaved,
+        cache.k_scale is not None, parts, num_warps=4,
     )  # fmt: skip
     return q
 
@@ -208,35 +217,33 @@ def latent_attention(
     rows, heads, rank = q_latent.shape
     requests = batch.kv_len.shape[0]
     out = torch.empty(rows, heads, rank, dtype=q_latent.dtype, device=q_latent.device)
-    segment, segments = _segments(batch)
     roomy = capability(q_latent)[0] in (9, 10)  # shared memory for 64 rows of 512 latents
     most = 64 if roomy and cache.k_scale is None else 32
-    m = min(most, max(16, triton.next_power_of_2(batch.max_query * heads)))
+    m = min(most, max(16, power_of_2(batch.max_query * heads)))
+    n = 64 if roomy and batch.decode else 32
+    shares = _shares(batch.max_kv) if batch.decode else 1
     partial = stats = out
     if batch.decode:
-        partial = torch.empty(segments, rows * heads, rank, dtype=torch.float32, device=out.device)
-        stats = torch.empty(2, segments, rows * heads, dtype=torch.float32, device=out.device)
+        partial = torch.empty(shares, rows * heads, rank, dtype=torch.float32, device=out.device)
+        stats = torch.empty(2, shares, rows * heads, dtype=torch.float32, device=out.device)
     else:
         out.zero_()
-    latent_attention_kernel[(triton.cdiv(batch.max_query * heads, m), requests, segments)](
+    launch(
+        latent_attention_kernel, (-(-batch.max_query * heads // m), requests, shares),
         q_latent, q_rope, table, cache.k, cache.v, cache.k_scale, cache.v_scale, batch.positions, batch.query_start,
         batch.kv_len, batch.page_table, out, partial, stats, rows, q_latent.stride(0), q_latent.stride(1),
-        q_rope.stride(0), q_rope.stride(1), table.stride(0), batch.page_table.stride(0), segment, spec.scale,
-        heads, rank, spec.rope_dim // 2, cache.page_size, m, 32, spec.rope.interleaved, cache.k_scale is not None,
+        q_rope.stride(0), q_rope.stride(1), table.stride(0), batch.page_table.stride(0), spec.scale,
+        heads, rank, spec.rope_dim // 2, cache.page_size, m, n, spec.rope.interleaved, cache.k_scale is not None,
         batch.decode, num_warps=8 if m >= 32 else 4, num_stages=2,
     )  # fmt: skip
     if batch.decode:
-        combine_kernel[(rows * heads,)](
-            partial, stats, batch.kv_len, out, rows * heads, segments, segment, heads, rank, num_warps=4
-        )
+        launch(
+            combine_kernel, (rows * heads,), partial, stats, batch.kv_len, out, rows * heads, shares,
+            heads, rank, n, num_warps=4,
+        )  # fmt: skip
     return out
 
 
-def _segments(batch: Batch) -> tuple[int, int]:
-    """(tokens a segment, segments): by the bound on the context alone, never by the batch."""
-    if not batch.decode:
-        return batch.max_kv, 1
-    segment = SEGMENT
-    while segment * MOST_SEGMENTS < batch.max_kv:
-        segment *= 2
-    return segment, triton.cdiv(batch.max_kv, segment)
+def _shares(max_kv: int) -> int:
+    """Programs that share a request's tiles in a decode step: by the bound on the context, never by the batch."""
+    return max(16, min(64, power_of_2(max_kv // 512)))

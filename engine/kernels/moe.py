@@ -53,6 +53,8 @@ class Launches:
 LAUNCHES = Launches()
 BLOCK_ROWS = ((16, 16), (40, 32), (96, 64), (float("inf"), 128))
 """(visits an expert on average, up to which a block of a prompt has so many rows)."""
+MXFP4_ROWS = 64
+"""Most rows of a block of MXFP4 experts: with 128, Triton 3.6 makes a kernel for sm_90 whose products are wrong."""
 GROUPED_AT_ONCE, GROUP_CHUNK = 1024, 256
 """Most pairs that are grouped in one launch; pairs of a program beyond."""
 
@@ -73,6 +75,10 @@ class Experts:
     @property
     def count(self) -> int:
         return self.gate_up.count if isinstance(self.gate_up, QuantExperts) else self.gate_up.shape[0]
+
+    @property
+    def codes(self) -> str:
+        return self.gate_up.codes if isinstance(self.gate_up, QuantExperts) else "dense"
 
     @property
     def nbytes(self) -> int:
@@ -277,7 +283,7 @@ def moe_experts_triton(
     packed = isinstance(experts.gate_up, QuantExperts)
     decode = tokens <= DECODE_TOKENS
     direct = tokens <= (LAUNCHES.direct_tokens if packed else 1) or (decode and not grouped)
-    size = block_size(tokens, slots, experts.count, packed)
+    size = block_size(tokens, slots, experts.count, experts.codes)
     groups = None if direct else group_pairs_triton(ids, experts.count, size)
     if decode and packed:
         return _few_rows(x, ids, groups, 8 if direct else size, weights, experts, spec, asm)
@@ -285,12 +291,13 @@ def moe_experts_triton(
     return y if decode else _sum_slots(y)
 
 
-def block_size(tokens: int, slots: int, experts: int, packed: bool = True) -> int:
-    """Rows of a block, from what an expert gets on average."""
+def block_size(tokens: int, slots: int, experts: int, codes: str) -> int:
+    """Rows of a block, from what an expert gets on average; `codes`: as of QuantExperts, or "dense"."""
     mean = tokens * slots / experts
     if tokens <= DECODE_TOKENS:
-        return 8 if packed and mean <= LAUNCHES.wide_blocks else 16
-    return next(rows for most, rows in BLOCK_ROWS if mean <= most)
+        return 8 if codes != "dense" and mean <= LAUNCHES.wide_blocks else 16
+    rows = next(rows for most, rows in BLOCK_ROWS if mean <= most)
+    return min(rows, MXFP4_ROWS) if codes == "mxfp4" else rows
 
 
 def few_strips(tokens: int, slots: int, size: int, gate_tiles: int, down_tiles: int) -> tuple[Strip, Strip]:

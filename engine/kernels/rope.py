@@ -9,9 +9,8 @@ from torch import Tensor
 
 from engine.batch import Batch, LayerCache
 from engine.config import Attention, Rope
-from engine.kernels._launch import capability, launch, partials_of, power_of_2, whole
+from engine.kernels._launch import launch, partials_of, power_of_2, whole
 from engine.kernels.activation import output_dtype
-from engine.kernels.fetch import PROGRAMS, Fetch
 from engine.kernels.norm import rms_norm_reference
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
@@ -169,13 +168,10 @@ def qk_norm_rope_write(
     batch: Batch,
     cache: LayerCache,
     dtype: torch.dtype | None = None,
-    fetch: Fetch | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """See qk_norm_rope_write_reference."""
-    arguments = (y, spec, q_weight, k_weight, bias, eps, plus_one, table, batch, cache, dtype)
-    if not y.is_cuda:
-        return qk_norm_rope_write_reference(*arguments)
-    return qk_norm_rope_write_triton(*arguments, fetch if batch.decode else None)
+    function = qk_norm_rope_write_triton if y.is_cuda else qk_norm_rope_write_reference
+    return function(y, spec, q_weight, k_weight, bias, eps, plus_one, table, batch, cache, dtype)
 
 
 def qk_norm_rope_write_triton(
@@ -190,12 +186,8 @@ def qk_norm_rope_write_triton(
     batch: Batch,
     cache: LayerCache,
     dtype: torch.dtype | None = None,
-    fetch: Fetch | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """qk_norm_rope_write in one launch: reads y once, writes q, the gate and the cache once.
-
-    `fetch`: weights that further programs put into the L2 cache, on GPUs that can.
-    """
+    """qk_norm_rope_write in one launch: reads y once, writes q, the gate and the cache once."""
     from engine.kernels.rope_triton import qk_norm_rope_write_kernel
 
     rows, dim = y.shape[-2], spec.head_dim
@@ -211,13 +203,10 @@ def qk_norm_rope_write_triton(
     query_blocks, key_blocks = -(-spec.heads // per_program), -(-spec.kv_heads // per_program)
     blocks = (2 if spec.output_gate else 1) * query_blocks + 2 * key_blocks
     half = spec.rope.rotary_dim // 2
-    fetching, weights = _fetching(fetch if capability(y) >= (9, 0) else None, batch, cache)
-    extra = -(-PROGRAMS // rows) if fetching else 0
     launch(
-        qk_norm_rope_write_kernel, (rows, blocks + extra),
+        qk_norm_rope_write_kernel, (rows, blocks),
         y, q, gate, bias, q_weight, k_weight, table, batch.positions, batch.slots,
         cache.k, cache.v, cache.k_scale, cache.v_scale, split_stride, row_stride, table.stride(0), eps,
-        *weights, FETCH=fetching, REQUESTS=power_of_2(batch.kv_len.shape[0]),
         HEADS=spec.heads, KV_HEADS=spec.kv_heads, DIM=dim, PAGE=cache.page_size, SPLITS=splits, PER_PROGRAM=per_program,
         HALF=half, HALF_BLOCK=power_of_2(half), REST=dim - 2 * half, REST_BLOCK=power_of_2(dim - 2 * half),
         INTERLEAVED=spec.rope.interleaved, QUERY_SCALE=spec.rope.query_scale_beta != 0.0, GATE=spec.output_gate,
@@ -225,13 +214,3 @@ def qk_norm_rope_write_triton(
         LARGEST=LARGEST.get(cache.k.dtype, 0.0), num_warps=warps,
     )  # fmt: skip
     return q, gate
-
-
-def _fetching(fetch: Fetch | None, batch: Batch, cache: LayerCache) -> tuple[bool, tuple]:
-    """(whether weights are fetched, the kernel's arguments about them)."""
-    bytes_per_token = 2 * cache.k.shape[1] * cache.k.shape[3] * cache.k.element_size()
-    if fetch is None or fetch.most_tokens(bytes_per_token) <= 0 or not any(fetch.chunks()[:2]):
-        return False, (None, None, 0, 0, 1, None, 0, 0)
-    second = fetch.first if fetch.second is None else fetch.second
-    kv_len = batch.kv_len
-    return True, (fetch.first, second, *fetch.chunks(), kv_len, len(kv_len), fetch.most_tokens(bytes_per_token))

@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 
 from engine.kernels._device import load_sum
-from engine.kernels.fetch_triton import fetch_chunks
 
 
 @triton.jit
@@ -69,12 +68,10 @@ def _write_cache(cache_ptr, scale_ptr, slot, head, head_inside, a, b, c, a_index
                      LARGEST, REST)  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["first", "second", "whole", "requests", "most_tokens"])
+@triton.jit
 def qk_norm_rope_write_kernel(
     y_ptr, q_ptr, gate_ptr, bias_ptr, q_weight_ptr, k_weight_ptr, table_ptr, positions_ptr, slots_ptr,
     k_cache_ptr, v_cache_ptr, k_scale_ptr, v_scale_ptr, split_stride, row_stride, table_stride, eps,
-    first_ptr, second_ptr, first, second, whole, kv_len_ptr, requests, most_tokens,
-    FETCH: tl.constexpr, REQUESTS: tl.constexpr,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr,
     PER_PROGRAM: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, REST: tl.constexpr,
     REST_BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr, QUERY_SCALE: tl.constexpr, GATE: tl.constexpr,
@@ -83,25 +80,13 @@ def qk_norm_rope_write_kernel(
     """Grid (rows, blocks of query, gate, key and value heads): a program has PER_PROGRAM heads of one kind and row.
 
     It reads its values of y (and of every partial sum) once and writes them once. Positions, slots, the table and the
-    weights were written by no kernel: they are read before the wait. FETCH: further blocks put weights into the L2
-    cache (fetch.py) and wait for nothing.
+    weights were written by no kernel: they are read before the wait.
     """
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     query_blocks: tl.constexpr = (HEADS + PER_PROGRAM - 1) // PER_PROGRAM
     key_first: tl.constexpr = 2 * query_blocks if GATE else query_blocks
     value_first: tl.constexpr = key_first + (KV_HEADS + PER_PROGRAM - 1) // PER_PROGRAM
-    blocks: tl.constexpr = value_first + (KV_HEADS + PER_PROGRAM - 1) // PER_PROGRAM
-    if FETCH:  # noqa: SIM102 - the outer branch is taken when compiling
-        if block >= blocks:
-            if PDL:
-                tl.extra.cuda.gdc_launch_dependents()
-            rows = tl.num_programs(0)
-            fetch_chunks(
-                first_ptr, second_ptr, first, second, whole, kv_len_ptr, requests, most_tokens,
-                (block - blocks) * rows + tl.program_id(0), (tl.num_programs(1) - blocks) * rows, REQUESTS, 32,
-            )  # fmt: skip
-            return
     is_query = block < query_blocks
     is_gate = (block >= query_blocks) & (block < key_first)
     is_value = block >= value_first

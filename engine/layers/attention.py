@@ -9,10 +9,8 @@ from engine.batch import Batch, LayerCache
 from engine.config import Attention
 from engine.kernels.attention_decode import decode_attention
 from engine.kernels.attention_prefill import prefill_attention
-from engine.kernels.fetch import Fetch
 from engine.kernels.rope import qk_norm_rope_write
 from engine.layers.build import Build
-from engine.layers.linear import Linear
 
 
 class AttentionLayer:
@@ -34,17 +32,12 @@ class AttentionLayer:
         self.k_norm = vector(f"{module}.k_norm.weight", per_head) if spec.qk_norm else None
         self.sinks = vector(f"{module}.sinks", (spec.heads,)) if spec.sinks else None
         self.table = build.rope_table(spec.rope)
-        self.fetch: Fetch | None = None
-
-    def fetch_ahead(self, following: Linear | None) -> None:
-        """Decode steps fetch the output projection and the product `following` it while they attend."""
-        self.fetch = Fetch(self.out.stored, None if following is None else following.stored)
 
     def __call__(self, x: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
         """x [T, H] -> [T, H] or Partials."""
         q, gate = qk_norm_rope_write(
             self.qkv.partials(x), self.spec, self.q_norm, self.k_norm, self.qkv_bias, self.eps, self.plus_one,
-            self.table, batch, cache, x.dtype, self.fetch,
+            self.table, batch, cache, x.dtype,
         )  # fmt: skip
         attend = decode_attention if batch.decode else prefill_attention
         out = attend(q, cache, batch, self.spec.scale, self.spec.window, self.sinks, cache.contiguous)

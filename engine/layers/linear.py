@@ -47,11 +47,6 @@ class Linear:
             return self.weight.numel() * self.weight.element_size()
         return self.weight.nbytes
 
-    @property
-    def stored(self) -> Tensor:
-        """The weight as it lies in memory, without its scales."""
-        return self.weight.packed if isinstance(self.weight, QuantWeight) else self.weight
-
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, k] -> [T, n] in the dtype of x."""
         y = self._product(x)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from engine.batch import Batch, LayerCache, StateCache
 from engine.config import LayerSpec
-from engine.layers.attention import AttentionLayer
 from engine.layers.build import Build, FfnLayer, MixerLayer, build_ffn, build_mixer
 from engine.layers.linear import Kernels, Linear
 from engine.layers.norm import RmsNorm
@@ -34,15 +33,12 @@ class DecoderLayer:
     @staticmethod
     def build(spec: LayerSpec, build: Build, index: int) -> DecoderLayer:
         prefix, hidden = f"model.layers.{index}", build.config.hidden
-        layer = DecoderLayer(
+        return DecoderLayer(
             build.norm(f"{prefix}.input_layernorm", hidden),
             build_mixer(spec.mixer, build, prefix),
             build.norm(f"{prefix}.post_attention_layernorm", hidden),
             build_ffn(spec.ffn, build, prefix),
         )
-        if build.device.type == "cuda" and isinstance(layer.mixer, AttentionLayer):
-            layer.mixer.fetch_ahead(getattr(layer.ffn, "gate_up", None))
-        return layer
 
     def __call__(self, y: Tensor | None, residual: Tensor, batch: Batch, cache: LayerCache | StateCache) -> Tensor:
         """y: the sublayer output not yet added to the residual (None at the first layer); returns the next such."""
