@@ -20,7 +20,7 @@ from engine.kernels.attention_prefill import prefill_attention_triton
 from engine.kernels.deltanet import DeltaWeights, channels, row_width
 from engine.kernels.deltanet_triton import prefill as delta_prefill
 from engine.kernels.deltanet_triton import step
-from engine.kernels.mla_triton import latent_attention, latent_write
+from engine.kernels.mla_triton import absorb, latent_attention, latent_decode, latent_write
 from engine.kernels.moe import Experts, choose_experts_triton, moe_experts_triton
 from engine.kernels.norm import add_rms_norm_triton, rms_norm_triton
 from engine.kernels.rope import projection_width, qk_norm_rope_write_triton
@@ -148,7 +148,12 @@ def latent(dtype: torch.dtype, rows: int, requests: int) -> None:
     pages = LayerCache(empty(1024, 1, 64, 512, dtype=dtype), empty(1024, 1, 64, 64, dtype=dtype), *scales)
     table, one = empty(4096, 64, dtype=torch.float32), batch(rows, requests)
     latent_write(partials(4, rows, 1344), spec, empty(768), empty(512), table, one, pages, BF16)
-    latent_attention(empty(rows, 20, 512), empty(rows, 20, 256)[..., 192:], spec, table, one, pages)
+    query = empty(rows, 20, 256)
+    absorb(query[..., :192], empty(20, 192, 512))
+    if rows == requests:
+        latent_decode(empty(rows, 20, 512), query[..., 192:], empty(20, 512, 256), spec, table, one, pages)
+    else:
+        latent_attention(empty(rows, 20, 512), query[..., 192:], spec, table, one, pages)
 
 
 def weight(n: int, k: int, group: int, dtype: torch.dtype = BF16, zeros: bool = False) -> QuantWeight:

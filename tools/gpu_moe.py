@@ -278,11 +278,13 @@ def time_latent(name: str) -> None:
         shape = (requests * rows, spec.heads)
         q_latent = torch.randn(*shape, spec.kv_rank, device=DEVICE).bfloat16() * 0.3
         q_rope = torch.randn(*shape, spec.rope_dim, device=DEVICE).bfloat16()
-        got = mla.latent_attention(q_latent, q_rope, spec, table, batch, cache)
-        expected = mla.latent_attention_reference(q_latent, q_rope, spec, table, batch, cache)
-        error = relative_error(got, expected)
+        value_down = torch.randn(spec.heads, spec.kv_rank, spec.value_dim, device=DEVICE).bfloat16()
+        arguments = (q_latent, q_rope, value_down, spec, table, batch, cache)
+        mixed = mla.latent_attention_reference(q_latent, q_rope, spec, table, batch, cache)
+        expected = torch.einsum("thr,hrv->thv", mixed.float(), value_down.float()).flatten(1)
+        error = relative_error(mla.latent_values(*arguments), expected)
         assert error < 2e-2, error
-        us = microseconds([partial(mla.latent_attention, q_latent, q_rope, spec, table, batch, cache)] * CALLS)
+        us = microseconds([partial(mla.latent_values, *arguments)] * CALLS)
         read = requests * context * (spec.kv_rank + spec.rope_dim) * 2
         report(f"{name} latent attention ({requests} x {rows} of {context})", requests * rows, us, read, error)
 

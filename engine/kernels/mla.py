@@ -14,6 +14,9 @@ from torch import Tensor
 from engine.batch import Batch, LayerCache
 from engine.config import LatentAttention
 
+FEW_ROWS = 256
+"""Rows up to which a kernel of ours absorbs: it takes part in dependent launches and reads its weights ahead."""
+
 
 def latent_write(
     y: Tensor, spec: LatentAttention, q_weight: Tensor, kv_weight: Tensor, table: Tensor, batch: Batch,
@@ -28,10 +31,35 @@ def latent_write(
     return mla_triton.latent_write(y, spec, q_weight, kv_weight, table, batch, cache, dtype)
 
 
+def absorb(nope: Tensor, key_up: Tensor) -> Tensor:
+    """nope [T, heads, nope_dim] times key_up [heads, nope_dim, kv_rank] -> [T, heads, kv_rank], head by head."""
+    if nope.is_cuda and nope.shape[0] <= FEW_ROWS:
+        from engine.kernels import mla_triton
+
+        return mla_triton.absorb(nope, key_up)
+    return torch.bmm(nope.transpose(0, 1), key_up).transpose(0, 1)
+
+
+def latent_values(
+    q_latent: Tensor, q_rope: Tensor, value_down: Tensor, spec: LatentAttention, table: Tensor, batch: Batch,
+    cache: LayerCache,
+) -> Tensor:  # fmt: skip
+    """latent_attention, then value_down [heads, kv_rank, value_dim] head by head: [T, heads * value_dim]."""
+    if q_latent.is_cuda and batch.decode:
+        from engine.kernels import mla_triton
+
+        return mla_triton.latent_decode(q_latent, q_rope, value_down, spec, table, batch, cache)
+    mixed = latent_attention(q_latent, q_rope, spec, table, batch, cache)
+    return torch.bmm(mixed.transpose(0, 1), value_down).transpose(0, 1).reshape(mixed.shape[0], -1)
+
+
 def latent_attention(
     q_latent: Tensor, q_rope: Tensor, spec: LatentAttention, table: Tensor, batch: Batch, cache: LayerCache
 ) -> Tensor:
-    """q_latent [T, heads, kv_rank], q_rope [T, heads, rope_dim] (rotated here) -> [T, heads, kv_rank]; causal."""
+    """q_latent [T, heads, kv_rank], q_rope [T, heads, rope_dim] (rotated here) -> [T, heads, kv_rank]; causal.
+
+    On a GPU for prompts alone: decode steps take latent_values.
+    """
     if not q_latent.is_cuda:
         return latent_attention_reference(q_latent, q_rope, spec, table, batch, cache)
     from engine.kernels import mla_triton

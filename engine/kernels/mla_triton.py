@@ -167,29 +167,71 @@ def latent_attention_kernel(
 
 
 @triton.jit
-def combine_kernel(
-    partial, stats, kv_len, out, lines, shares, HEADS: tl.constexpr, KV_RANK: tl.constexpr, N: tl.constexpr,
+def absorb_kernel(
+    x, weight, out, rows, row_stride, head_stride,
+    HEADS: tl.constexpr, K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, M: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """The shares of one (token, head) of a decode step, in order; zeros where nothing is cached."""
-    line = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, KV_RANK)
-    length = tl.load(kv_len + line // HEADS)
-    used = tl.minimum((length + N - 1) // N, shares)
-    best = -float("inf")
+    """out [rows, HEADS, N] = x [rows, HEADS, K] times weight [HEADS, K, N], head by head; BK >= K.
+
+    Grid (HEADS, N / BN, row blocks of M). A program reads its part of the weight, [K, BN], before the wait.
+    """
+    head = tl.program_id(0)
+    column = tl.program_id(1) * BN + tl.arange(0, BN)
+    row = tl.program_id(2) * M + tl.arange(0, M)
+    k = tl.arange(0, BK)
+    at = weight + (head * K + k)[:, None] * N + column[None, :]
+    matrix = tl.load(at, mask=(k < K)[:, None], other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    for share in range(used):
-        best = tl.maximum(best, tl.load(stats + share * lines + line))
-    total = 0.0
-    acc = tl.zeros((KV_RANK,), tl.float32)
-    for share in range(used):
-        weight = tl.exp(tl.load(stats + share * lines + line) - best)
-        total += weight * tl.load(stats + (shares + share) * lines + line)
-        acc += weight * tl.load(partial + (share * lines + line) * KV_RANK + column)
-    value = acc / tl.where(total == 0.0, 1.0, total)
-    tl.store(out + line * KV_RANK + column, value.to(out.dtype.element_ty))
+    live = (row < rows)[:, None]
+    at = x + row.to(tl.int64)[:, None] * row_stride + head * head_stride + k[None, :]
+    value = tl.dot(tl.load(at, mask=live & (k < K)[None, :], other=0.0), matrix, input_precision="ieee")
+    to = out + (row.to(tl.int64) * HEADS + head)[:, None] * N + column[None, :]
+    tl.store(to, value.to(out.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def combine_values_kernel(
+    partial, stats, kv_len, weight, out, rows, shares,
+    HEADS: tl.constexpr, KV_RANK: tl.constexpr, VALUES: tl.constexpr, BN: tl.constexpr, M: tl.constexpr,
+    N: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Adds the shares of one head of M rows of a decode step, in order, and multiplies with weight [KV_RANK, VALUES].
+
+    out [rows, HEADS, VALUES]; zeros where nothing is cached. Grid (HEADS, VALUES / BN, row blocks of M). The weight is
+    read before the wait; what the attention left is read VALUES / BN times, from L2.
+    """
+    head = tl.program_id(0)
+    column = tl.program_id(1) * BN + tl.arange(0, BN)
+    row = tl.program_id(2) * M + tl.arange(0, M)
+    latent = tl.arange(0, KV_RANK)
+    matrix = tl.load(weight + (head * KV_RANK + latent)[:, None] * VALUES + column[None, :])
+    live = row < rows
+    used = tl.minimum((tl.load(kv_len + row, mask=live, other=0) + N - 1) // N, shares)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    line = row.to(tl.int64) * HEADS + head
+    lines = rows * HEADS
+    most = tl.max(used, 0)
+    best = tl.full((M,), float("-inf"), tl.float32)
+    for share in range(most):
+        best = tl.maximum(best, tl.load(stats + share * lines + line, mask=share < used, other=float("-inf")))
+    best = tl.where(best == float("-inf"), 0.0, best)
+    total = tl.zeros((M,), tl.float32)
+    acc = tl.zeros((M, KV_RANK), tl.float32)
+    for share in range(most):
+        there = share < used
+        weight_of = tl.exp(tl.load(stats + share * lines + line, mask=there, other=float("-inf")) - best)
+        total += weight_of * tl.load(stats + (shares + share) * lines + line, mask=there, other=0.0)
+        at = partial + (share * lines + line)[:, None] * KV_RANK + latent[None, :]
+        acc += weight_of[:, None] * tl.load(at, mask=there[:, None], other=0.0)
+    mixed = (acc / tl.where(total == 0.0, 1.0, total)[:, None]).to(matrix.dtype)
+    value = tl.dot(mixed, matrix, input_precision="ieee")
+    to = out + line[:, None] * VALUES + column[None, :]
+    tl.store(to, value.to(out.dtype.element_ty), mask=live[:, None])
 
 
 def latent_write(
@@ -210,38 +252,69 @@ def latent_write(
     return q
 
 
+def absorb(nope: Tensor, key_up: Tensor) -> Tensor:
+    """See `engine.kernels.mla.absorb`."""
+    (rows, heads, k), n = nope.shape, key_up.shape[2]
+    out = torch.empty(rows, heads, n, dtype=nope.dtype, device=nope.device)
+    block = min(64, n)
+    launch(
+        absorb_kernel, (heads, n // block, -(-rows // 16)), nope, key_up, out, rows, nope.stride(0), nope.stride(1),
+        heads, k, n, power_of_2(k), block, 16, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
 def latent_attention(
     q_latent: Tensor, q_rope: Tensor, spec: LatentAttention, table: Tensor, batch: Batch, cache: LayerCache
 ) -> Tensor:
-    """See `engine.kernels.mla.latent_attention`; kv_rank and rope_dim are powers of two."""
-    rows, heads, rank = q_latent.shape
-    requests = batch.kv_len.shape[0]
-    out = torch.empty(rows, heads, rank, dtype=q_latent.dtype, device=q_latent.device)
-    roomy = capability(q_latent)[0] in (9, 10)  # shared memory for 64 rows of 512 latents
-    most = 64 if roomy and cache.k_scale is None else 32
-    m = min(most, max(16, power_of_2(batch.max_query * heads)))
-    n = 64 if roomy and batch.decode else 32
-    shares = _shares(batch.max_kv) if batch.decode else 1
-    partial = stats = out
-    if batch.decode:
-        partial = torch.empty(shares, rows * heads, rank, dtype=torch.float32, device=out.device)
-        stats = torch.empty(2, shares, rows * heads, dtype=torch.float32, device=out.device)
-    else:
-        out.zero_()
+    """`engine.kernels.mla.latent_attention` of prompts; kv_rank and rope_dim are powers of two."""
+    out = torch.zeros(q_latent.shape, dtype=q_latent.dtype, device=q_latent.device)
+    _attend(q_latent, q_rope, spec, table, batch, cache, 32, 1, out, out, out)
+    return out
+
+
+def latent_decode(
+    q_latent: Tensor, q_rope: Tensor, value_down: Tensor, spec: LatentAttention, table: Tensor, batch: Batch,
+    cache: LayerCache,
+) -> Tensor:  # fmt: skip
+    """`engine.kernels.mla.latent_values` of a decode step: attention by shares, then their sum times value_down."""
+    (rows, heads, rank), width = q_latent.shape, value_down.shape[2]
+    n, shares = 64 if _roomy(q_latent) else 32, _shares(batch.max_kv)
+    device = q_latent.device
+    partial = torch.empty(shares, rows * heads, rank, dtype=torch.float32, device=device)
+    stats = torch.empty(2, shares, rows * heads, dtype=torch.float32, device=device)
+    _attend(q_latent, q_rope, spec, table, batch, cache, n, shares, q_latent, partial, stats)
+    out = torch.empty(rows, heads * width, dtype=q_latent.dtype, device=device)
+    block = min(64 if _roomy(q_latent) else 32, width)
     launch(
-        latent_attention_kernel, (-(-batch.max_query * heads // m), requests, shares),
+        combine_values_kernel, (heads, width // block, -(-rows // 16)),
+        partial, stats, batch.kv_len, value_down, out, rows, shares, heads, rank, width, block, 16, n,
+        num_warps=8, num_stages=1,
+    )  # fmt: skip
+    return out
+
+
+def _roomy(x: Tensor) -> bool:
+    """Whether a multiprocessor has shared memory for 64 rows of 512 latents."""
+    return capability(x)[0] in (9, 10)
+
+
+def _attend(
+    q_latent: Tensor, q_rope: Tensor, spec: LatentAttention, table: Tensor, batch: Batch, cache: LayerCache,
+    n: int, shares: int, out: Tensor, partial: Tensor, stats: Tensor,
+) -> None:  # fmt: skip
+    """One launch of the attention kernel; `out` for prompts, else `partial` and `stats` are written."""
+    rows, heads, rank = q_latent.shape
+    most = 64 if _roomy(q_latent) and cache.k_scale is None else 32
+    m = min(most, max(16, power_of_2(batch.max_query * heads)))
+    launch(
+        latent_attention_kernel, (-(-batch.max_query * heads // m), batch.kv_len.shape[0], shares),
         q_latent, q_rope, table, cache.k, cache.v, cache.k_scale, cache.v_scale, batch.positions, batch.query_start,
         batch.kv_len, batch.page_table, out, partial, stats, rows, q_latent.stride(0), q_latent.stride(1),
         q_rope.stride(0), q_rope.stride(1), table.stride(0), batch.page_table.stride(0), spec.scale,
         heads, rank, spec.rope_dim // 2, cache.page_size, m, n, spec.rope.interleaved, cache.k_scale is not None,
         batch.decode, num_warps=8 if m >= 32 else 4, num_stages=2,
     )  # fmt: skip
-    if batch.decode:
-        launch(
-            combine_kernel, (rows * heads,), partial, stats, batch.kv_len, out, rows * heads, shares,
-            heads, rank, n, num_warps=4,
-        )  # fmt: skip
-    return out
 
 
 def _shares(max_kv: int) -> int:

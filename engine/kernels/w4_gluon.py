@@ -156,6 +156,50 @@ def place(block, index, programs, blocks, split, splits, groups, last_groups, PA
 
 
 @gluon.jit
+def _store_part(acc, pointer, first_row, rows, n, block, M: gl.constexpr, BN: gl.constexpr, mma: gl.constexpr):
+    """acc [BN, M] (outputs by rows of x) into float32 [rows, n] at `pointer`, from the registers it is in."""
+    columns = block * BN + gl.arange(0, BN, gl.SliceLayout(1, mma))
+    out_rows = first_row + gl.arange(0, M, gl.SliceLayout(0, mma))
+    inside = (out_rows < rows)[None, :] & (columns < n)[:, None]
+    gl.store(pointer + out_rows[None, :] * n + columns[:, None], acc, mask=inside, cache_modifier=".cg")
+
+
+@gluon.jit
+def _store_turned(values, pointer, first_row, rows, n, block, R: gl.constexpr, BN: gl.constexpr):
+    """values [BN, R] (outputs by rows of x) into [rows, n] at `pointer`, turned round through shared memory."""
+    lanes: gl.constexpr = 16 if BN == 64 else 32
+    flat: gl.constexpr = gl.BlockedLayout([1, 4], [32 // lanes, lanes], [gl.num_warps(), 1], [1, 0])
+    columns = block * BN + gl.arange(0, BN, gl.SliceLayout(0, flat))
+    out_rows = first_row + gl.arange(0, R, gl.SliceLayout(1, flat))
+    inside = (out_rows < rows)[:, None] & (columns < n)[None, :]
+    turned = gl.convert_layout(values.permute([1, 0]), flat)
+    gl.store(pointer + out_rows[:, None] * n + columns[None, :], turned, mask=inside, cache_modifier=".cg")
+
+
+@gluon.jit
+def _halves(values, BN: gl.constexpr, R: gl.constexpr):
+    """values [BN, R] as two [BN, R / 2]."""
+    return gl.split(values.reshape([BN, 2, R // 2]).permute([0, 2, 1]))
+
+
+@gluon.jit
+def _store_block(values, pointer, first_row, rows, n, block, M: gl.constexpr, BN: gl.constexpr):
+    """As _store_turned, of M rows. 128 rows go in quarters: with room for more of them beside the ring, one program
+    less would fit a multiprocessor."""
+    if M == 128 and BN == 64:
+        R: gl.constexpr = M // 4
+        low, high = _halves(values, BN, M)
+        first, second = _halves(low, BN, 2 * R)
+        third, fourth = _halves(high, BN, 2 * R)
+        _store_turned(first, pointer, first_row, rows, n, block, R, BN)
+        _store_turned(second, pointer, first_row + R, rows, n, block, R, BN)
+        _store_turned(third, pointer, first_row + 2 * R, rows, n, block, R, BN)
+        _store_turned(fourth, pointer, first_row + 3 * R, rows, n, block, R, BN)
+    else:
+        _store_turned(values, pointer, first_row, rows, n, block, M, BN)
+
+
+@gluon.jit
 def finish(
     acc,
     out_ptr,
@@ -188,13 +232,9 @@ def finish(
     offsets = out_rows[:, None] * n + columns[None, :]
     size = n.to(gl.int64) * rows
     if PARTS:
-        columns = block * BN + gl.arange(0, BN, gl.SliceLayout(1, mma))
-        out_rows = row_block * M + gl.arange(0, M, gl.SliceLayout(0, mma))
-        inside = (out_rows < rows)[None, :] & (columns < n)[:, None]
-        gl.store(parts_ptr + slot * size + out_rows[None, :] * n + columns[:, None], acc, mask=inside)
+        _store_part(acc, parts_ptr + slot * size, row_block * M, rows, n, block, M, BN, mma)
     elif slots > 1:
-        part = gl.convert_layout(acc.permute([1, 0]), flat)
-        gl.store(parts_ptr + slot * size + offsets, part, mask=inside, cache_modifier=".cg")
+        _store_part(acc, parts_ptr + slot * size, row_block * M, rows, n, block, M, BN, mma)
         barrier()
         counter = arrived_ptr + row_block * gl.cdiv(n, BN) + block
         if gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == slots - 1:
@@ -208,5 +248,4 @@ def finish(
             gl.store(out_ptr + offsets, total.to(out_ptr.dtype.element_ty), mask=inside)
             gl.atomic_xchg(counter, 0, sem="relaxed", scope="gpu")
     else:
-        result = gl.convert_layout(acc.to(out_ptr.dtype.element_ty).permute([1, 0]), flat)
-        gl.store(out_ptr + offsets, result, mask=inside)
+        _store_block(acc.to(out_ptr.dtype.element_ty), out_ptr, row_block * M, rows, n, block, M, BN)

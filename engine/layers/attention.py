@@ -25,6 +25,7 @@ class AttentionLayer:
         key_rows = spec.kv_heads * spec.head_dim
         rows = [inner * (2 if spec.output_gate else 1), key_rows, key_rows]
         self.qkv = build.linear(names, rows, hidden)
+        self.qkv.hands_over_one_row = True
         self.qkv_bias = build.bias(names, rows) if spec.bias else None
         self.out = build.linear([f"{module}.o_proj"], [hidden], inner, bias=spec.output_bias)
         vector, per_head = build.source.vector, (spec.head_dim,)

@@ -15,6 +15,7 @@ class DenseFfnLayer:
         module, hidden = f"{prefix}.mlp", build.config.hidden
         names = [f"{module}.gate_proj", f"{module}.up_proj"]
         self.gate_up = build.linear(names, [spec.intermediate] * 2, hidden)
+        self.gate_up.hands_over_one_row = True
         self.down = build.linear([f"{module}.down_proj"], [hidden], spec.intermediate)
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:

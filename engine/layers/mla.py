@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from engine.batch import Batch, LayerCache
 from engine.config import LatentAttention
-from engine.kernels.mla import latent_attention, latent_write
+from engine.kernels.mla import absorb, latent_values, latent_write
 from engine.layers.build import Build
 from engine.quant import QuantWeight, dequantize
 
@@ -22,13 +21,13 @@ from engine.quant import QuantWeight, dequantize
 class HeadMatrices:
     """Dense matrices of every head, counted among the weights that a step reads."""
 
-    weight: Tensor
+    weights: tuple[Tensor, Tensor]
     kernels: str = "fused"
     quantized: bool = False
 
     @property
     def nbytes(self) -> int:
-        return self.weight.numel() * self.weight.element_size()
+        return sum(weight.numel() * weight.element_size() for weight in self.weights)
 
 
 class LatentAttentionLayer:
@@ -44,9 +43,9 @@ class LatentAttentionLayer:
         self.kv_norm = build.source.vector(f"{module}.kv_a_layernorm.weight", (spec.kv_rank,))
         self.query = build.linear([f"{module}.q_b_proj"], [spec.heads * (spec.nope_dim + spec.rope_dim)], spec.q_rank)
         up = _dense(build, f"{module}.kv_b_proj", spec.heads * (spec.nope_dim + spec.value_dim), spec.kv_rank)
-        build.linears[f"{module}.kv_b_proj"] = HeadMatrices(up)
-        self.key_up, value_up = up.reshape(spec.heads, -1, spec.kv_rank).split([spec.nope_dim, spec.value_dim], dim=1)
-        self.value_down = value_up.transpose(1, 2)
+        key_up, value_up = up.reshape(spec.heads, -1, spec.kv_rank).split([spec.nope_dim, spec.value_dim], dim=1)
+        self.key_up, self.value_down = key_up.contiguous(), value_up.transpose(1, 2).contiguous()
+        build.linears[f"{module}.kv_b_proj"] = HeadMatrices((self.key_up, self.value_down))
         self.out = build.linear([f"{module}.o_proj"], [hidden], spec.heads * spec.value_dim)
         self.table = build.rope_table(spec.rope)
 
@@ -58,10 +57,8 @@ class LatentAttentionLayer:
         )
         query = self.query(latents).reshape(rows, spec.heads, -1)
         nope, rope = query.split([spec.nope_dim, spec.rope_dim], dim=-1)
-        absorbed = torch.bmm(nope.transpose(0, 1), self.key_up).transpose(0, 1)
-        mixed = latent_attention(absorbed, rope, spec, self.table, batch, cache)
-        values = torch.bmm(mixed.transpose(0, 1), self.value_down).transpose(0, 1)
-        return self.out.partials(values.reshape(rows, -1))
+        absorbed = absorb(nope, self.key_up)
+        return self.out.partials(latent_values(absorbed, rope, self.value_down, spec, self.table, batch, cache))
 
 
 def _dense(build: Build, name: str, n: int, k: int) -> Tensor:

@@ -102,5 +102,20 @@ def test_attention(dtype, counts, lengths, monkeypatch):
     q_latent = torch.randn(sum(counts), spec.heads, spec.kv_rank)
     q_rope = torch.randn(sum(counts), spec.heads, spec.nope_dim + spec.rope_dim)[..., spec.nope_dim :]
     expected = mla.latent_attention_reference(q_latent, q_rope, spec, table, batch, cache)
-    got = mla_triton.latent_attention(q_latent, q_rope, spec, table, batch, cache)
+    if batch.decode:
+        value_down = torch.randn(spec.heads, spec.kv_rank, spec.value_dim)
+        expected = torch.einsum("thr,hrv->thv", expected, value_down).flatten(1)
+        got = mla_triton.latent_decode(q_latent, q_rope, value_down, spec, table, batch, cache)
+    else:
+        got = mla_triton.latent_attention(q_latent, q_rope, spec, table, batch, cache)
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 17])
+def test_absorb(rows):
+    from engine.kernels import mla_triton
+
+    torch.manual_seed(2)
+    nope, key_up = torch.randn(rows, 5, 56)[..., :24], torch.randn(5, 24, 32)
+    expected = torch.einsum("thk,hkn->thn", nope, key_up)
+    torch.testing.assert_close(mla_triton.absorb(nope, key_up), expected, rtol=1e-4, atol=1e-4)
