@@ -254,5 +254,6 @@ CASES: dict[str, Callable[[], object]] = {
     "hopper tile 32 of two tiles": lambda: hopper(32, 64, 128, 64, kind="tile", block=64, splits=1, stages=3),
     "hopper tile 64": lambda: hopper(64, 34816, 5120, kind="tile", block=64, splits=1, stages=3),
     "hopper tile 128": lambda: hopper(128, 5120, 17408, kind="tile", block=64, splits=3, stages=3),
+    "hopper tile 256": lambda: hopper(256, 34816, 5120, kind="tile", block=64, splits=1, stages=3),
     "hopper tile 128 of 8 warps": lambda: hopper(128, 9728, 5120, kind="tile", block=128, splits=1, stages=3, warps=8),
 }

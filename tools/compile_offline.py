@@ -6,7 +6,8 @@ Kernels with wgmma are compiled for sm_90 alone. For every kernel: registers a t
 loops, shared memory, instructions of the main loop (the longest innermost loop, preferring one with matrix
 instructions) and those by the keys (attention) or by the weights (4-bit products) that one round takes. `--write`
 records the figures in tools/compiled_kernels.json; without it they are compared with the record. A kernel fails when it
-spills in a loop, needs more shared memory than the GPU has, or its loop or its registers have grown by more than 5%.
+spills in a loop, needs more shared memory than the GPU has, or its loop, its registers or its shared memory have grown
+by more than 5%: fewer programs may then fit a multiprocessor.
 The record is one compiler's: under another version of Triton than its own shared memory alone is judged, and a line
 says so.
 """
@@ -226,7 +227,7 @@ def problems(
             if before is None:
                 lines.append(f"{name} has no record for {target}: run python -m tools.compile_offline --write")
                 continue
-            for figure in ("loop", "registers") if same_compiler else ():
+            for figure in ("loop", "registers", "shared") if same_compiler else ():
                 if now[figure] > before[figure] * GROWTH + 2:
                     lines.append(f"{name} grew on {target}: {figure} {before[figure]} -> {now[figure]}")
     return lines

@@ -165,38 +165,32 @@ def _store_part(acc, pointer, first_row, rows, n, block, M: gl.constexpr, BN: gl
 
 
 @gluon.jit
-def _store_turned(values, pointer, first_row, rows, n, block, R: gl.constexpr, BN: gl.constexpr):
-    """values [BN, R] (outputs by rows of x) into [rows, n] at `pointer`, turned round through shared memory."""
-    lanes: gl.constexpr = 16 if BN == 64 else 32
-    flat: gl.constexpr = gl.BlockedLayout([1, 4], [32 // lanes, lanes], [gl.num_warps(), 1], [1, 0])
-    columns = block * BN + gl.arange(0, BN, gl.SliceLayout(0, flat))
-    out_rows = first_row + gl.arange(0, R, gl.SliceLayout(1, flat))
-    inside = (out_rows < rows)[:, None] & (columns < n)[None, :]
-    turned = gl.convert_layout(values.permute([1, 0]), flat)
-    gl.store(pointer + out_rows[:, None] * n + columns[None, :], turned, mask=inside, cache_modifier=".cg")
-
-
-@gluon.jit
 def _halves(values, BN: gl.constexpr, R: gl.constexpr):
     """values [BN, R] as two [BN, R / 2]."""
     return gl.split(values.reshape([BN, 2, R // 2]).permute([0, 2, 1]))
 
 
 @gluon.jit
-def _store_block(values, pointer, first_row, rows, n, block, M: gl.constexpr, BN: gl.constexpr):
-    """As _store_turned, of M rows. 128 rows go in quarters: with room for more of them beside the ring, one program
-    less would fit a multiprocessor."""
-    if M == 128 and BN == 64:
-        R: gl.constexpr = M // 4
-        low, high = _halves(values, BN, M)
-        first, second = _halves(low, BN, 2 * R)
-        third, fourth = _halves(high, BN, 2 * R)
-        _store_turned(first, pointer, first_row, rows, n, block, R, BN)
-        _store_turned(second, pointer, first_row + R, rows, n, block, R, BN)
-        _store_turned(third, pointer, first_row + 2 * R, rows, n, block, R, BN)
-        _store_turned(fourth, pointer, first_row + 3 * R, rows, n, block, R, BN)
-    else:
-        _store_turned(values, pointer, first_row, rows, n, block, M, BN)
+def _store_quarter(values, out_ptr, first_row, rows, n, block, R: gl.constexpr, BN: gl.constexpr, flat: gl.constexpr):
+    """values [BN, R] (outputs by rows of x) into out [rows, n], turned round through shared memory."""
+    columns = block * BN + gl.arange(0, BN, gl.SliceLayout(0, flat))
+    out_rows = first_row + gl.arange(0, R, gl.SliceLayout(1, flat))
+    inside = (out_rows < rows)[:, None] & (columns < n)[None, :]
+    turned = gl.convert_layout(values.permute([1, 0]), flat)
+    gl.store(out_ptr + out_rows[:, None] * n + columns[None, :], turned, mask=inside)
+
+
+@gluon.jit
+def _store_in_quarters(values, out_ptr, row, rows, n, block, M: gl.constexpr, BN: gl.constexpr, flat: gl.constexpr):
+    """values [BN, M] into out from row `row` on, a quarter of the rows at a time."""
+    R: gl.constexpr = M // 4
+    low, high = _halves(values, BN, M)
+    first, second = _halves(low, BN, 2 * R)
+    third, fourth = _halves(high, BN, 2 * R)
+    _store_quarter(first, out_ptr, row, rows, n, block, R, BN, flat)
+    _store_quarter(second, out_ptr, row + R, rows, n, block, R, BN, flat)
+    _store_quarter(third, out_ptr, row + 2 * R, rows, n, block, R, BN, flat)
+    _store_quarter(fourth, out_ptr, row + 3 * R, rows, n, block, R, BN, flat)
 
 
 @gluon.jit
@@ -223,6 +217,8 @@ def finish(
     of a block to arrive adds them in the order of slots, so that repeated runs are bit-equal; arrived_ptr holds one
     counter a block, zero before the launch and zero again after it, so that a captured graph can be replayed.
     """
+    # With room beside the ring to turn 128 x 64 round at once, one program less would fit a multiprocessor.
+    QUARTERS: gl.constexpr = M == 128 and BN == 64
     AT_ONCE: gl.constexpr = 4 if M * BN <= 16 * 128 else 1  # parts read together; more would cost registers
     lanes: gl.constexpr = 16 if BN == 64 else 32
     flat: gl.constexpr = gl.BlockedLayout([1, 4], [32 // lanes, lanes], [gl.num_warps(), 1], [1, 0])
@@ -234,7 +230,11 @@ def finish(
     if PARTS:
         _store_part(acc, parts_ptr + slot * size, row_block * M, rows, n, block, M, BN, mma)
     elif slots > 1:
-        _store_part(acc, parts_ptr + slot * size, row_block * M, rows, n, block, M, BN, mma)
+        if QUARTERS:
+            _store_part(acc, parts_ptr + slot * size, row_block * M, rows, n, block, M, BN, mma)
+        else:
+            part = gl.convert_layout(acc.permute([1, 0]), flat)
+            gl.store(parts_ptr + slot * size + offsets, part, mask=inside, cache_modifier=".cg")
         barrier()
         counter = arrived_ptr + row_block * gl.cdiv(n, BN) + block
         if gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == slots - 1:
@@ -247,5 +247,8 @@ def finish(
                     total += gl.load(pointers, mask=there, other=0.0, cache_modifier=".cg")
             gl.store(out_ptr + offsets, total.to(out_ptr.dtype.element_ty), mask=inside)
             gl.atomic_xchg(counter, 0, sem="relaxed", scope="gpu")
+    elif QUARTERS:
+        _store_in_quarters(acc.to(out_ptr.dtype.element_ty), out_ptr, row_block * M, rows, n, block, M, BN, flat)
     else:
-        _store_block(acc.to(out_ptr.dtype.element_ty), out_ptr, row_block * M, rows, n, block, M, BN)
+        result = gl.convert_layout(acc.to(out_ptr.dtype.element_ty).permute([1, 0]), flat)
+        gl.store(out_ptr + offsets, result, mask=inside)

@@ -51,6 +51,7 @@ def test_problems_are_named():
     assert "spills 8 times in its loops on sm_120" in problems({"k": {"sm_120": good | {"spilled": 8}}}, record)[0]
     assert "needs 101377 bytes" in problems({"k": {"sm_120": good | {"shared": 101377}}}, record)[0]
     assert "loop 200 -> 213" in problems({"k": {"sm_120": good | {"loop": 213}}}, record)[0]
+    assert "shared 1000 -> 1080" in problems({"k": {"sm_120": good | {"shared": 1080}}}, record)[0]
     assert "has no record for sm_120" in problems({"new": {"sm_120": good}}, record)[0]
 
 
