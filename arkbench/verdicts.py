@@ -181,13 +181,25 @@ def _ratio(claim: Claim, test: Test, note: Note, cells: Cells, context: Context)
         return _across(claim, test, cells)
     ratio = formulas.ratio(cells, test, note.model)
     interval = measured_interval(ratio.repetitions, ratio.middle, len(ratio.repetitions))
+    claimed = claimed_ratio(claim.published, test.test)
+    outcome = decide(interval, claimed, test.better)
+    unclear = outcome == "reproduced" and _holds(interval, 1) and not _holds(claimed, 1)
     return Measured(
         shown=_show(ratio.middle, test.test),
-        verdict=decide(interval, claimed_ratio(claim.published, test.test), test.better),
+        verdict=outcome,
         spread=ratio.spread,
         invalid=ratio.invalid,
-        notes=ratio.notes,
+        notes=[*ratio.notes, *([_no_change_fits(interval, test)] if unclear else [])],
     )
+
+
+def _holds(interval: Interval, value: float) -> bool:
+    return interval.low <= value <= interval.high
+
+
+def _no_change_fits(interval: Interval, test: Test) -> str:
+    ends = [f"{_show(end, test.test)}{' %' if test.test != 'ratio' else ''}" for end in (interval.low, interval.high)]
+    return f"no change fits as well: measured {ends[0]} to {ends[1]} within the noise"
 
 
 def _across(claim: Claim, test: Test, cells: Cells) -> Measured:

@@ -81,6 +81,32 @@ def test_the_spread_decides_whether_a_difference_is_one():
     assert (steady["verdict"], shaky["verdict"]) == ("not reproduced", "reproduced")
 
 
+def prompts(fused, standard, tokens):
+    rows = []
+    for variant, rates in (("fused", fused), ("standard", standard)):
+        rows += [
+            row(variant, "prefill", prompt_tokens=tokens, prefill_tok_s=v, repetition=i) for i, v in enumerate(rates)
+        ]
+    return context(rows)
+
+
+def test_a_gain_that_noise_alone_could_be_is_said_to_be_one():
+    shaky = judge("fused-prefill-256", prompts([130, 150, 90], [100, 100, 100], 256))
+    assert (shaky["measured"], shaky["verdict"]) == ("+30.0", "reproduced")
+    assert shaky["reason"] == "no change fits as well: measured -10.0 % to +50.0 % within the noise"
+    small = judge("fused-prefill-8192", prompts([100.5] * 3, [100] * 3, 8192))
+    assert small["verdict"] == "reproduced"
+    assert small["reason"] == "no change fits as well: measured -1.5 % to +2.5 % within the noise"
+    assert judge("fused-prefill-256", prompts([145] * 3, [100] * 3, 256))["reason"] == ""
+    assert judge("fused-prefill-1024", prompts([98] * 3, [100] * 3, 1024))["reason"] == ""
+
+
+def test_a_ratio_that_noise_alone_could_be_is_said_to_be_one():
+    got = judge("fused-decode-1", context(pair([96, 99, 101], [100, 100, 100], streams=1)))
+    assert got["verdict"] == "reproduced"
+    assert got["reason"] == "no change fits as well: measured 0.96 to 1.01 within the noise"
+
+
 def test_one_repetition_has_the_wider_noise():
     assert judge("fused-decode-16", context(pair([245], [100])))["verdict"] == "reproduced"
     assert judge("fused-decode-16", context(pair([245, 245], [100, 100])))["verdict"] == "not reproduced"
