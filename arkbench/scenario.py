@@ -272,8 +272,9 @@ def parse(text: str, source: str) -> Scenario:
 
 
 def _first_error(error: ValidationError, source: str) -> str:
+    """One line for the first mistake; a misspelt key before the key that it leaves missing."""
     errors = error.errors()
-    first = errors[0]
+    first = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
         message = "unknown key"

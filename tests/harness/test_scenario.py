@@ -29,6 +29,7 @@ context_tokens = 64
         (BASE.replace("[1, 8]", "true"), "x.toml: workloads[0].streams[0]: input should be a valid integer"),
         (BASE.replace('"decode"', '"decoed"'), "x.toml: workloads[0]: type must be one of decode, prefill"),
         (BASE.replace("streams = [1, 8]", ""), "x.toml: workloads[0].streams: is missing"),
+        (BASE.replace("streams =", "stream ="), "x.toml: workloads[0].stream: unknown key (and 1 more)"),
         (BASE.replace('title = "T"', ""), "x.toml: title: is missing"),
         (BASE.replace("name = ", "name == "), "x.toml: is not valid TOML"),
         (BASE.replace('"t"', '"a/b"'), "x.toml: name: string should match pattern"),
