@@ -102,10 +102,12 @@ def figure(cells: Cells, selector: Selector, metric: str, model: str) -> Figure:
 
 
 def require(cells: Cells, selectors: Iterable[Selector], model: str) -> None:
-    """Raises Missing, naming every cell of these that was not measured."""
+    """Raises Missing, naming the cells of these that were not measured, by the first three."""
     missing = list(dict.fromkeys(describe(selector) for selector in selectors if not cells.select(selector, model)))
     if missing:
-        raise Missing("not run", f"not measured: {'; '.join(missing)} of {model}")
+        more = f" and {len(missing) - 3} cells more" if len(missing) > 4 else ""
+        named = "; ".join(missing[:3] if more else missing)
+        raise Missing("not run", f"not measured: {named}{more}, of {model}")
 
 
 def describe(selector: Selector) -> str:

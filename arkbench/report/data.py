@@ -49,8 +49,15 @@ class Run:
 
     @property
     def hardware(self) -> str:
-        """`2 × H200`, `RTX 5090`, or `CPU`."""
-        counted = Counter(self.gpus)
+        """What the engine ran on: `2 × H200`, `RTX 5090`, `CPU`, or `an endpoint`, which does not say.
+
+        The GPUs of this machine are none of an endpoint's, and no more than the run used.
+        """
+        device = text(self.meta.get("device"))
+        if device == "endpoint":
+            return "an endpoint"
+        gpus = () if device.startswith("cpu") else self.gpus[: self.meta.get("devices_used") or None]
+        counted = Counter(gpus)
         return " + ".join(f"{n} × {name}" if n > 1 else name for name, n in counted.items()) or "CPU"
 
     @property

@@ -154,6 +154,8 @@ def _start(channel: Channel, config: EngineConfig, factory: str) -> Any | None:
         return engine
     except EngineError as error:
         channel.send(Failed(str(error), True))
+    except ChannelClosed:
+        raise
     except Exception as error:
         traceback.print_exc()
         channel.send(Failed(f"the engine did not start: {type(error).__name__}: {error}", False))

@@ -127,7 +127,7 @@ def test_another_model_is_named():
 def test_a_claim_needs_all_of_its_cells():
     got = judge("fused-decode-16", context(pair([260], [])))
     assert (got["verdict"], got["reason"]) == (
-        "not run", "not measured: standard, decode, streams 16 of Qwen3.8-27B",
+        "not run", "not measured: standard, decode, streams 16, of Qwen3.8-27B",
     )  # fmt: skip
     assert "measured" not in got
 
@@ -135,8 +135,15 @@ def test_a_claim_needs_all_of_its_cells():
 def test_every_missing_cell_is_named():
     got = judge("fused-decode-16", context([row("fused", "decode", streams=8, decode_tok_s=9)]))
     assert got["reason"] == (
-        "not measured: fused, decode, streams 16; standard, decode, streams 16 of Qwen3.8-27B"
+        "not measured: fused, decode, streams 16; standard, decode, streams 16, of Qwen3.8-27B"
     )  # fmt: skip
+
+
+def test_many_missing_cells_are_counted():
+    got = judge("batching-scaling-monotone", context([row("ark-2.0", "decode", scenario="decode-batching")]))
+    assert got["verdict"] == "not run"
+    assert got["reason"].endswith(" and 13 cells more, of Qwen3.8-27B")
+    assert got["reason"].count(";") == 2
 
 
 def test_another_scenario_is_not_this_claim():

@@ -154,6 +154,25 @@ def test_runs_that_test_different_claims_add_up(tmp_path: Path) -> None:
     assert len(table(report, "claims-not-run").rows) == 28
 
 
+@pytest.mark.parametrize(
+    ("device", "used", "gpus", "hardware"),
+    [
+        ("cuda", 1, ["NVIDIA H200"] * 8, "H200"),
+        ("cuda", 2, ["NVIDIA H200"] * 8, "2 × H200"),
+        ("cpu", None, ["NVIDIA H200"], "CPU"),
+        ("cpu", None, [], "CPU"),
+        ("endpoint", None, ["NVIDIA H200"], "an endpoint"),
+        ("endpoint", None, [], "an endpoint"),
+    ],
+)
+def test_hardware_is_what_the_engine_ran_on(
+    device: str, used: int | None, gpus: list[str], hardware: str, tmp_path: Path
+) -> None:
+    meta = {"device": device, "devices_used": used, "gpus": [{"name": name} for name in gpus]}
+    (run,) = data.load([factory.write_run(tmp_path / "a", [], **meta)])
+    assert run.hardware == hardware
+
+
 def test_runs_that_nothing_tells_apart_get_their_folders_names(tmp_path: Path) -> None:
     runs = data.load([factory.fused_kernels(tmp_path / name) for name in ("one", "two")])
     assert [run.label for run in runs] == ["H200 · one", "H200 · two"]

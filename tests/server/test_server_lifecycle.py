@@ -14,8 +14,10 @@ import httpx
 import pytest
 import scripted_engine
 
-from engine.config import EngineError
+from engine.config import EngineConfig, EngineError
 from engine.server import _listen
+from engine.serving import worker
+from engine.serving.channel import Channel, ChannelClosed
 
 
 def wait_until(condition: Any, seconds: float = 15.0) -> None:
@@ -139,6 +141,17 @@ def test_sigterm_lets_requests_finish(start: Any) -> None:
     thread.join()
     assert (code, errors) == (0, "")
     assert result[0].json()["usage"]["completion_tokens"] == 10
+
+
+def test_a_server_that_ends_while_the_engine_loads_leaves_no_traceback(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ours, theirs = socket.socketpair()
+    channel = Channel(theirs)
+    ours.close()
+    with pytest.raises(ChannelClosed):
+        worker._start(channel, EngineConfig(model="words", max_model_len=200), "scripted_engine:ScriptedEngine")
+    assert capsys.readouterr().err == ""
 
 
 def test_requests_that_do_not_finish_are_cut(start: Any) -> None:
