@@ -166,6 +166,10 @@ def test_different_answers_are_listed(tmp_path: Path) -> None:
     rounding = {"compared": 2, "identical": 1, "different": [different | {"switches": ["kernels"], "fault": False}]}
     bounded = report_of(factory.fused_kernels(tmp_path / "b", answers=rounding))
     assert "identical in 1, and 1 differ in switches that may round differently (kernels)." in str(bounded.sections[0])
+    tie = {"compared": 1, "identical": 0, "different": [different | {"fault": False, "near_tie": True, "gap": 0.01}]}
+    tied = " ".join(str(section) for section in report_of(factory.fused_kernels(tmp_path / "c", answers=tie)).sections)
+    assert "identical in 0, and 1 part where two tokens are all but equal." in tied
+    assert "(switches: loop; no fault: they part where two tokens are all but equal, and rounding decides)" in tied
     text = " ".join(str(block) for section in report.sections for block in section.blocks)
     assert "compared 9 times; the tokens were identical in 8" in text
     assert "driven and inverted gave different tokens (switches: loop; a fault: these switches must not" in text
