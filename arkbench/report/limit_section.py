@@ -10,7 +10,7 @@ from arkbench.report.charts import NO_BAR, BarPanel, Bars, BarSeries
 from arkbench.report.data import Run, setting
 from arkbench.report.figures import Figure, number, show
 from arkbench.report.notes import published_counterpart
-from arkbench.report.published import PUBLISHED_GPU
+from arkbench.report.published import place
 from arkbench.report.style import roles
 
 ROWS_SHOWN, BARS_SHOWN = 14, 40
@@ -92,7 +92,10 @@ def _group(row: Mapping[str, Any], several: bool, contexts: bool) -> str:
 
 
 def _table(rows: Sequence[tuple[Run, Mapping[str, Any]]], several: bool) -> Table:
-    own = f"published, {PUBLISHED_GPU}"
+    counterparts = [published_counterpart(row) or Figure(None) for _, row in rows]
+    pairs = zip(rows, counterparts, strict=True)
+    places = dict.fromkeys(place(row["scenario"]) for (_, row), found in pairs if found.value is not None)
+    own = ", ".join(["published", *places])
     columns = [Column("model"), Column("cell"), Column("variant")]
     columns += [Column("run")] if several else []
     columns += [
@@ -103,11 +106,10 @@ def _table(rows: Sequence[tuple[Run, Mapping[str, Any]]], several: bool) -> Tabl
         Column("of its limit", "percent", own),
     ]
     written = []
-    for run, row in rows:
+    for (run, row), counterpart in zip(rows, counterparts, strict=True):
         line: list[Any] = [row["model"], row["cell"], row["variant"]]
         line += [run.label] if several else []
         figure = run.figure(row, _rate(row))
-        counterpart = published_counterpart(row) or Figure(None)
         line += [figure, number(row["limit_tok_s"]), number(row["limit_fraction"])]
         line += [counterpart.value, counterpart.limit]
         written.append(line)

@@ -14,7 +14,7 @@ from arkbench.report.blocks import Block, Column, Table
 from arkbench.report.charts import BarPanel, Bars, BarSeries, Line, LinePanel, Lines
 from arkbench.report.comparisons import COMPARISONS, TOK, Comparison, Measure
 from arkbench.report.data import Run
-from arkbench.report.figures import Figure, number, show, text
+from arkbench.report.figures import Figure, Printed, number, show, text
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,11 @@ class Subject:
 
 @dataclass(frozen=True)
 class Pair:
-    """Base and new figure of one measure in one row."""
+    """Base and new figure of one measure in one row, and the change from one to the other."""
 
     base: Figure
     new: Figure
+    change: float | None
 
 
 def note_blocks(scenario: str, runs: Sequence[Run]) -> list[Block]:
@@ -107,8 +108,7 @@ def _key(value: Any) -> Any:
 
 
 def _published_row(comparison: Comparison, key: tuple[Any, ...]) -> Mapping[str, Any]:
-    table = published.table(comparison.file)
-    for row in table.to_dict("records"):
+    for row in published.texts(comparison.file):
         if tuple(_key(row[k.published]) for k in comparison.rows) == key:
             return row
     return {}
@@ -127,7 +127,12 @@ def _published_pair(comparison: Comparison, measure: Measure, key: tuple[Any, ..
         value = number(row.get(column))
         limit, floor = published.published_limit_fraction(model, value, count) if measure.limit else (None, False)
         figures.append(Figure(value, limit=limit, at_least=floor))
-    return Pair(*figures)
+    printed = row.get(measure.published_change)
+    return Pair(*figures, Printed(printed) if printed else _change(measure, *figures))
+
+
+def _change(measure: Measure, base: Figure, new: Figure) -> float | None:
+    return measure.compare(base.value, new.value)
 
 
 def _measured_pair(comparison: Comparison, measure: Measure, key: tuple[Any, ...], subject: Subject) -> Pair:
@@ -144,7 +149,7 @@ def _measured_pair(comparison: Comparison, measure: Measure, key: tuple[Any, ...
         order = [comparison.workloads.index(workload) for workload in rows["workload"]]
         row = rows.iloc[order.index(min(order))]
         figures.append(subject.run.figure(row, measure.column, measure.limit))
-    return Pair(*figures)
+    return Pair(*figures, _change(measure, *figures))
 
 
 def _comparison_blocks(comparison: Comparison, scenario: str, subjects: Sequence[Subject]) -> list[Block]:
@@ -168,7 +173,7 @@ def _comparison_blocks(comparison: Comparison, scenario: str, subjects: Sequence
 
 def _groups(comparison: Comparison, subjects: Sequence[Subject]) -> list[str]:
     model = published.NOTE_MODELS.get(comparison.note)
-    place = f"{published.PUBLISHED_GPU}" + (f", {model}" if model else "")
+    place = published.place(comparison.note) + (f", {model}" if model else "")
     return [f"published ({place})", *[f"measured ({subject.label})" for subject in subjects]]
 
 
@@ -194,7 +199,7 @@ def _comparison_table(
     for key in keys:
         row: list[Any] = list(key)
         for pair in pairs[key]:
-            row += [pair.base, pair.new, measure.compare(pair.base.value, pair.new.value)]
+            row += [pair.base, pair.new, pair.change]
         rows.append(row)
     return Table(name, f"{measure.title}, published beside measured", columns, rows)
 
@@ -224,7 +229,7 @@ def _comparison_charts(
                         BarSeries(comparison.base, [pairs[key][column].base.value for key in inner], "base", gap),
                         BarSeries(comparison.new, [pairs[key][column].new.value for key in inner], 0, gap),
                     ],
-                    [measure.show_change(pairs[key][column].base.value, pairs[key][column].new.value) for key in inner],
+                    [measure.show_change(pairs[key][column].change) for key in inner],
                 )
             )
     chart = Bars(
@@ -253,7 +258,7 @@ def _comparison_alt(
 ) -> str:
     parts = []
     for key in keys:
-        changes = [measure.show_change(pair.base.value, pair.new.value) or "none" for pair in pairs[key]]
+        changes = [measure.show_change(pair.change) or "none" for pair in pairs[key]]
         where = " × ".join(text(part) for part in key)
         parts.append(f"{where}: published {changes[0]}, measured {', '.join(changes[1:])}")
     return f"Bars: {measure.name}, {comparison.new} against {comparison.base}. {'; '.join(parts)}."
@@ -273,8 +278,8 @@ def _change_chart(
     series = []
     for column, series_name in enumerate(names):
         gap = "not published" if column == 0 else "not measured"
-        changes = [measure.compare(pairs[key][column].base.value, pairs[key][column].new.value) for key in keys]
-        values = [None if change is None else sign * change for change in changes]
+        changes = [pairs[key][column].change for key in keys]
+        values = changes if sign == 1 else [None if change is None else -change for change in changes]
         series.append(BarSeries(series_name, values, "base" if column == 0 else column - 1, gap))
     label = f"{comparison.new} / {comparison.base}" if sign == 1 else f"fall from {comparison.base}, %"
     return Bars(
@@ -384,8 +389,9 @@ def _deadline_blocks(scenario: str, runs: Sequence[Run]) -> list[Block]:
     """Bursts at the limit: how many of the requests had their first token in time."""
     table = published.table("pipelined_prefill_limit.csv")
     columns = [Column("prompt tokens", "integer"), Column("at once", "integer")]
-    columns += [Column(variant, "text", f"published ({published.PUBLISHED_GPU})") for variant in ("ark-2.0", "ark-2.1")]
-    columns.append(Column("refused, ark-2.1", "integer", f"published ({published.PUBLISHED_GPU})"))
+    own = f"published ({published.place('pipelined-prefill')})"
+    columns += [Column(variant, "text", own) for variant in ("ark-2.0", "ark-2.1")]
+    columns.append(Column("refused, ark-2.1", "integer", own))
     several = len(runs) > 1
     sources = []
     for run in runs:
