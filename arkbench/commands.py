@@ -13,7 +13,7 @@ from rich.table import Table
 from arkbench import answers, estimate, folder, runner, verdicts
 from arkbench.errors import UserError
 from arkbench.folder import RunFolder
-from arkbench.metrics import Machine
+from arkbench.metrics import ABOVE_LIMIT, Machine
 from arkbench.plan import Plan, RunOptions, ScenarioPlan, Variant, device_of, make_plan
 from arkbench.progress import LiveProgress, duration
 from arkbench.published import with_unit
@@ -157,6 +157,7 @@ def print_summary(path: Path, console: Console) -> None:
     What was not measured stands below the table, with the reason.
     """
     doubts: dict[str, list[str]] = {}
+    above: list[str] = []
     table = Table(title="Measured (medians over repetitions)", title_justify="left")
     for name in ("model", "variant", "cell"):
         table.add_column(name, no_wrap=name != "model", overflow="fold")
@@ -176,15 +177,22 @@ def print_summary(path: Path, console: Console) -> None:
                 "" if ttft is None else f"{ttft * 1000:,.1f} ms",
                 "" if limit is None else f"{limit:.1%}",
             )
+        if limit is not None and limit > 1:
+            above.append(f"{row['variant']} {row['cell']}")
         if row["reason"]:
             doubts.setdefault(row["reason"], []).append(f"{row['variant']} {row['cell']}")
     if table.row_count:
         console.print(table)
+    if above:
+        console.print(f"[yellow]note:[/] {escape(_several(above))}: {ABOVE_LIMIT}", highlight=False, soft_wrap=True)
     for reason, cells in doubts.items():
-        more = f" and {_plural(len(cells) - 1, 'cell')} more" if len(cells) > 1 else ""
         console.print(
-            f"[yellow]not valid:[/] {escape(cells[0] + more)}: {escape(reason)}", highlight=False, soft_wrap=True
+            f"[yellow]not valid:[/] {escape(_several(cells))}: {escape(reason)}", highlight=False, soft_wrap=True
         )
+
+
+def _several(cells: Sequence[str]) -> str:
+    return cells[0] + (f" and {_plural(len(cells) - 1, 'cell')} more" if len(cells) > 1 else "")
 
 
 def print_answers(compared: dict, console: Console) -> None:

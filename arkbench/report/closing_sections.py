@@ -44,7 +44,7 @@ DEFINITIONS = (
         "The tokens per second that the memory bus allows: tokens of a step × measured copy bandwidth / bytes that the "
         "step must read (weights once, plus the cache of every stream); or what the measured matrix rate allows, where "
         "that is the smaller. Fraction of the limit = measured / limit. Both rates are measured once, at the start: "
-        "more than 100 % says that the machine was slower then.",
+        "more than 100 % says that the machine was slower then, and is marked (!).",
     ),
     (
         "Median and spread",
@@ -71,7 +71,8 @@ METHOD = (
     "A ratio carries over to other GPUs. An absolute figure is compared only on the same GPU model and count; "
     "otherwise the verdict is “not comparable”, as it is for a claim about GPUs that was measured on a CPU. The spread "
     "of the repetitions decides whether a difference is one. A claim needs all of its cells.",
-    "A cell that was throttled, limited by the client, or partly failed is marked (!), and its reason is listed below.",
+    "A cell that was throttled, limited by the client, partly failed, or faster than its limit is marked (!), and its "
+    "reason is listed below.",
 )
 
 ENVIRONMENT = (
