@@ -192,7 +192,9 @@ def serve(
     cache_tokens: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Room of the KV cache, tokens; default: all streams at full length, or what memory has free."
+            min=1,
+            help="Room of the KV cache, tokens; default: all streams at full length, or what memory has free, on a CPU "
+            "at most a quarter of that.",
         ),
     ] = None,
 ) -> None:

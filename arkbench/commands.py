@@ -10,14 +10,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from arkbench import estimate, folder, runner, verdicts
+from arkbench import answers, estimate, folder, runner, verdicts
 from arkbench.errors import UserError
 from arkbench.folder import RunFolder
-from arkbench.metrics import Machine
+from arkbench.metrics import ABOVE_LIMIT, Machine
 from arkbench.plan import Plan, RunOptions, ScenarioPlan, Variant, device_of, make_plan
 from arkbench.progress import LiveProgress, duration
 from arkbench.published import with_unit
-from arkbench.records import number, read_rows
+from arkbench.records import number, read_details, read_rows
 from arkbench.runner import Runner, Tools
 from arkbench.targets import bundled
 from arkbench.targets.base import Target
@@ -101,7 +101,8 @@ def run(
 
 def _conclude(plan: Plan, run_folder: RunFolder, status: str, console: Console, rendered: bool) -> int:
     rows = read_rows(run_folder.path / "cells.csv")
-    run_folder.info["answers"] = runner.compare_answers(rows, plan, bundled.EXACT_SWITCHES)
+    found = answers.differences(read_details(run_folder.path))
+    run_folder.info["answers"] = answers.compare_answers(rows, plan, bundled.EXACT_SWITCHES, found)
     run_folder.finish(status)
     verdict_rows = verdicts.write(run_folder.path)
     if rendered:
@@ -156,6 +157,7 @@ def print_summary(path: Path, console: Console) -> None:
     What was not measured stands below the table, with the reason.
     """
     doubts: dict[str, list[str]] = {}
+    above: list[str] = []
     table = Table(title="Measured (medians over repetitions)", title_justify="left")
     for name in ("model", "variant", "cell"):
         table.add_column(name, no_wrap=name != "model", overflow="fold")
@@ -175,31 +177,40 @@ def print_summary(path: Path, console: Console) -> None:
                 "" if ttft is None else f"{ttft * 1000:,.1f} ms",
                 "" if limit is None else f"{limit:.1%}",
             )
+        if limit is not None and limit > 1:
+            above.append(f"{row['variant']} {row['cell']}")
         if row["reason"]:
             doubts.setdefault(row["reason"], []).append(f"{row['variant']} {row['cell']}")
     if table.row_count:
         console.print(table)
+    if above:
+        console.print(f"[yellow]note:[/] {escape(_several(above))}: {ABOVE_LIMIT}", highlight=False, soft_wrap=True)
     for reason, cells in doubts.items():
-        more = f" and {_plural(len(cells) - 1, 'cell')} more" if len(cells) > 1 else ""
         console.print(
-            f"[yellow]not valid:[/] {escape(cells[0] + more)}: {escape(reason)}", highlight=False, soft_wrap=True
+            f"[yellow]not valid:[/] {escape(_several(cells))}: {escape(reason)}", highlight=False, soft_wrap=True
         )
 
 
-def print_answers(answers: dict, console: Console) -> None:
-    """One line on whether the variants gave the same tokens."""
-    if not answers["compared"]:
+def _several(cells: Sequence[str]) -> str:
+    return cells[0] + (f" and {_plural(len(cells) - 1, 'cell')} more" if len(cells) > 1 else "")
+
+
+def print_answers(compared: dict, console: Console) -> None:
+    """One line on whether the variants gave the same tokens, and one for each pair that must and did not."""
+    if not compared["compared"]:
         return
-    faults = [d for d in answers["different"] if d["fault"]]
-    line = f"Answers: {answers['identical']} of {answers['compared']} comparisons between variants are token for token"
-    bounded = sorted({name for d in answers["different"] if not d["fault"] for name in d["switches"]})
-    why = f"; the others differ in switches that may round differently: {', '.join(bounded)}" if bounded else ""
+    line = f"Answers: {compared['identical']} of {compared['compared']} comparisons of variants are token for token"
+    bounded = sorted({name for d in compared["different"] if answers.kind(d) == "bounded" for name in d["switches"]})
+    why = f"; others differ in switches that may round differently: {', '.join(bounded)}" if bounded else ""
+    gaps = [d["gap"] for d in compared["different"] if answers.kind(d) == "tie"]
+    if gaps:
+        why += f"; {len(gaps)} where two tokens are all but equal and rounding decides (at most {max(gaps):.1%} apart)"
     console.print(f"{line} the same{why}.", highlight=False, soft_wrap=True)
-    for fault in faults[:3]:
+    for fault in [d for d in compared["different"] if answers.kind(d) == "fault"][:3]:
         names = " and ".join(fault["variants"])
         console.print(
             f"[red]Wrong:[/] {fault['cell']}: {names} differ only in {', '.join(fault['switches'])}, which must not "
-            "change a token, and gave different answers.",
+            f"change a token, and gave different answers ({answers.explained(fault)}).",
             highlight=False,
         )
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from arkbench.records import RequestRecord
 
+ABOVE_LIMIT = "above the measured limit: the limit was measured too low"
+
 
 @dataclass(frozen=True)
 class Window:

@@ -185,6 +185,11 @@ def read_rows(path: Path) -> list[dict[str, str]]:
     return list(csv.DictReader(_lines(path)))
 
 
+def read_details(run_dir: Path) -> list[dict[str, Any]]:
+    """Every complete line of details.jsonl(.gz)."""
+    return [json.loads(line) for line in _lines(run_dir / "details.jsonl")]
+
+
 def read_run(run_dir: Path) -> dict[str, Any]:
     """run.json; raises UserError where the folder is no run folder."""
     path = run_dir / "run.json"

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from arkbench import estimate, figures, machine, metrics, workloads
+from arkbench.answers import AnswerBook, Exchange
 from arkbench.errors import UserError
 from arkbench.figures import Energy
 from arkbench.folder import RunFolder, cell_key
@@ -88,6 +89,7 @@ class Runner:
         self._origin = time.monotonic() - folder.elapsed_s
         self._rates = Machine()
         self._meter = tools.make_meter()
+        self._answers = AnswerBook(bundled.EXACT_SWITCHES)
         self._costs: dict[tuple[str, str, str, str], float] = {}
         self._complete = 0
 
@@ -231,6 +233,7 @@ class Runner:
     ) -> tuple[Row, dict[str, Any]]:
         records: list[RequestRecord] = []
         outputs: dict[int, Sequence[int] | str | None] = {}
+        prompts: dict[int, Sequence[int]] = {}
 
         def on_answer(answer: Answer) -> None:
             record = self._record(cell, repetition, answer)
@@ -242,7 +245,7 @@ class Runner:
         machine.reset_peak_memory(self._tools.device)
         try:
             with _no_collection():
-                reports = list(_run_rounds(plan, target, source, cell, on_answer, outputs))
+                reports = list(_run_rounds(plan, target, source, cell, on_answer, outputs, prompts))
         except KeyboardInterrupt:
             self._folder.add_cell(figures.empty_row(cell, repetition, "partial", "interrupted", records), {})
             raise
@@ -260,7 +263,11 @@ class Runner:
         _judge_client(row, reports)
         detail = _detail(records, reports) | energy_detail
         peak = machine.peak_memory(self._tools.device) if info.in_process else None
-        return row, detail if peak is None else detail | {"peak_memory_bytes": peak}
+        detail |= {} if peak is None else {"peak_memory_bytes": peak}
+        if digest is not None:
+            exchanges = {n: Exchange(prompts[n], o) for n, o in outputs.items() if o and not isinstance(o, str)}
+            detail |= self._answers.examine(plan, cell, repetition, target, digest, exchanges)
+        return row, detail
 
     def _record(self, cell: Cell, repetition: int, answer: Answer) -> RequestRecord:
         def relative(seconds: float | None) -> float | None:
@@ -303,10 +310,13 @@ def _run_rounds(
     cell: Cell,
     on_answer: Callable[[Answer], None],
     outputs: Mapping[int, Sequence[int] | str | None],
+    prompts: dict[int, Sequence[int]],
 ) -> Iterator[LoadReport]:
+    """`outputs` is read, `prompts` is filled: by request."""
     rounds = workloads.rounds(cell, source, plan.scenario.limits)
     load = next(rounds)
     while True:
+        prompts.update((request.request, request.prompt) for request in load.requests)
         yield target.run(load, on_answer)
         tokens = {request: output for request, output in outputs.items() if not isinstance(output, str)}
         try:
@@ -370,44 +380,6 @@ def _detail(records: Sequence[RequestRecord], reports: Sequence[LoadReport]) -> 
     if lags:
         detail["client_lag_p99_s"] = max(lags)
     return detail | ({"notes": notes} if notes else {})
-
-
-def compare_answers(rows: Sequence[dict[str, str]], plan: Plan, exact: Sequence[str]) -> dict[str, Any]:
-    """Whether the variants of a run gave the same tokens, cell by cell and repetition by repetition.
-
-    `exact`: the switches that must not change a token. A difference between variants that differ only in such
-    switches is a fault; otherwise it is inside the stated bounds of the switches that round differently. Variants of
-    different targets are not compared: one knows the tokens, the other their text.
-    """
-    variants = {(p.scenario.name, v.name): v for p in plan.scenarios for v in p.variants}
-    groups: dict[tuple[str, ...], dict[str, str]] = {}
-    for row in rows:
-        if row["output_hash"]:
-            target = variants[row["scenario"], row["variant"]].target
-            key = (row["scenario"], row["model"], row["cell"], row["repetition"], target)
-            groups.setdefault(key, {})[row["variant"]] = row["output_hash"]
-    result: dict[str, Any] = {"compared": 0, "identical": 0, "different": []}
-    for (scenario, model, cell, repetition, _), hashes in groups.items():
-        first, *others = hashes
-        for other in others:
-            result["compared"] += 1
-            if hashes[first] == hashes[other]:
-                result["identical"] += 1
-                continue
-            switches = [variants[scenario, name].switches for name in (first, other)]
-            names = {n for n, value in switches[0].items() if switches[1].get(n) != value}
-            result["different"].append(
-                {
-                    "scenario": scenario,
-                    "model": model,
-                    "cell": cell,
-                    "repetition": int(repetition),
-                    "variants": [first, other],
-                    "switches": sorted(names),
-                    "fault": names <= set(exact),
-                }
-            )
-    return result
 
 
 def measure_rates(device: str, stages: int) -> Machine:

@@ -216,9 +216,10 @@ class EngineConfig:
 
     `weights`: "random", a folder, a GGUF file or a Hub id. `device`: "cuda", "cuda:1" or "cpu".
     `dtype`: activations; None takes bf16 on a GPU and fp32 on a CPU. `cache_tokens`: room of the KV cache in tokens
-    (None: what memory allows, or max_streams * max_model_len where that is less). `max_model_len`: longest prompt
-    plus answer. `prefill_tokens`: most prompt tokens in one step. `join_timeout_s`: how long the processes of the
-    stages may take to find each other; `silence_s`: after how long without a sign of life a stage is taken to be gone.
+    (None: what memory allows, on a CPU a quarter of what is free, or max_streams * max_model_len where that is less).
+    `max_model_len`: longest prompt plus answer. `prefill_tokens`: most prompt tokens in one step. `join_timeout_s`: how
+    long the processes of the stages may take to find each other; `silence_s`: after how long without a sign of life a
+    stage is taken to be gone.
     `timeline`: a file to which is appended which stage worked on which piece when.
     """
 

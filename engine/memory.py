@@ -25,6 +25,8 @@ from engine.config import (
 SHARED_SNAPSHOTS = 8
 WORKSPACE = 1 << 30
 CPU_WORKSPACE = 256 << 20
+CPU_CACHE_SHARE = 4
+"""Unasked, the cache takes at most one part in so many of a CPU's free memory: others live there too."""
 BYTES_PER_4BIT_WEIGHT = 0.5 + 2 / 128
 CACHE_TO_AHEAD = 15
 """Two unpacked matrices are held where the cache still gets that many times their bytes."""
@@ -149,6 +151,8 @@ def plan_memory(
     affordable = (room - unpacked if ahead else room) // page_bytes
     if affordable < needed:
         raise EngineError(_does_not_fit(model, config, weights, state, needed * page_bytes, workspace, free))
+    if not on_gpu and config.cache_tokens is None:
+        affordable = min(affordable, max(free // CPU_CACHE_SHARE // config.stages // page_bytes, needed))
     pages = min(wanted, affordable)
     return MemoryPlan(weights, state, pages * page_bytes, pages, ahead)
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from arkbench import answers
 from arkbench.report.blocks import Block, Bullets, Column, Definitions, Details, Paragraph, Section, Table
 from arkbench.report.data import CELL_KEY, Run, scenario_entries
 from arkbench.report.figures import number, significant, text
@@ -43,7 +44,7 @@ DEFINITIONS = (
         "The tokens per second that the memory bus allows: tokens of a step × measured copy bandwidth / bytes that the "
         "step must read (weights once, plus the cache of every stream); or what the measured matrix rate allows, where "
         "that is the smaller. Fraction of the limit = measured / limit. Both rates are measured once, at the start: "
-        "more than 100 % says that the machine was slower then.",
+        "more than 100 % says that the machine was slower then, and is marked (!).",
     ),
     (
         "Median and spread",
@@ -64,11 +65,14 @@ METHOD = (
     "then measured in each repetition; warm-up is in no figure. Every prompt differs from its first token on.",
     "Variants differ by switches and by nothing else. The same cell and repetition has the same prompts in each "
     "variant, so that greedy answers can be compared. A switch that adds in another order or stores in another format "
-    "(kernels, weights_dtype, cache_dtype) may round to another token; every other switch must not change one.",
+    "(kernels, weights_dtype, cache_dtype) may round to another token; every other switch must not change one, but "
+    f"where two tokens are all but equal: where two answers part, both tokens lie within {answers.NEAR_TIE:.1%} of the "
+    "best logit (of its height above the mean of all), or it is a fault.",
     "A ratio carries over to other GPUs. An absolute figure is compared only on the same GPU model and count; "
     "otherwise the verdict is “not comparable”, as it is for a claim about GPUs that was measured on a CPU. The spread "
     "of the repetitions decides whether a difference is one. A claim needs all of its cells.",
-    "A cell that was throttled, limited by the client, or partly failed is marked (!), and its reason is listed below.",
+    "A cell that was throttled, limited by the client, partly failed, or faster than its limit is marked (!), and its "
+    "reason is listed below.",
 )
 
 ENVIRONMENT = (
@@ -211,18 +215,25 @@ def _run_lines(run: Run) -> list[str]:
     return lines
 
 
+WHY_DIFFERENT = {
+    "fault": "a fault: these switches must not change a token",
+    "tie": "no fault: they part where two tokens are all but equal, and rounding decides",
+    "bounded": "these switches may round",
+}
+
+
 def _answer_lines(run: Run) -> list[str]:
     """Which variants gave different tokens where the run compared them: a line a pair, with its cells."""
-    places: dict[tuple[str, str, bool], dict[str, list[str]]] = {}
+    places: dict[tuple[str, str, str], dict[str, list[str]]] = {}
     for entry in (run.meta.get("answers") or {}).get("different") or []:
         variants = " and ".join(sorted(text(name) for name in entry.get("variants") or []))
-        pair = (variants, ", ".join(entry.get("switches") or []), bool(entry.get("fault")))
+        pair = (variants, ", ".join(entry.get("switches") or []), answers.kind(entry))
         repetitions = places.setdefault(pair, {}).setdefault(text(entry.get("cell")), [])
         repetitions.append(text(entry.get("repetition")))
     lines = []
-    for (variants, switches, fault), cells in places.items():
+    for (variants, switches, kind), cells in places.items():
         where = "; ".join(f"{cell}, repetition {', '.join(dict.fromkeys(held))}" for cell, held in cells.items())
-        why = "a fault: these switches must not change a token" if fault else "these switches may round"
+        why = WHY_DIFFERENT[kind]
         lines.append(f"{run.label}: {variants} gave different tokens (switches: {switches}; {why}) in {where}.")
     return lines
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pandas as pd
 
+from arkbench.metrics import ABOVE_LIMIT
 from arkbench.records import CELL_COLUMNS, COUNT_COLUMNS, FIGURE_COLUMNS, VERDICT_COLUMNS
 from arkbench.report.figures import Figure, number, text
 
@@ -19,6 +20,11 @@ CELL_KEY = ["scenario", "variant", "workload", "model", "cell"]
 WORDS = (*CELL_KEY, "status", "output_hash", "valid", "reason")
 FIGURES = (*COUNT_COLUMNS, *FIGURE_COLUMNS)
 SETTINGS = ("streams", "context_tokens", "at_once", "prompt_tokens", "output_tokens")
+
+
+def above_limit(row: Mapping[str, Any]) -> bool:
+    """Whether a figure passes what the hardware allows: something slowed the machine down as that was measured."""
+    return (number(row.get("limit_fraction")) or 0.0) > 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +75,7 @@ class Run:
         return text(self.meta.get("commit"))[:9]
 
     def mark(self, row: Mapping[str, Any]) -> str:
-        """Why a cell's figures are not to be trusted; empty when they are."""
+        """Why a cell's figures, or their limit, are not to be trusted; empty when they are."""
         return "; ".join(reason for reason, _ in self.marks(row))
 
     def marks(self, row: Mapping[str, Any]) -> list[tuple[str, int]]:
@@ -83,6 +89,8 @@ class Run:
                 reasons[text(cell["reason"]) or "marked invalid"] += 1
             elif cell["status"] not in ("", "ok", "complete"):
                 reasons[text(cell["reason"]) or f"status {cell['status']}"] += 1
+            if above_limit(cell):
+                reasons[ABOVE_LIMIT] += 1
         return list(reasons.items())
 
     def figure(self, row: Mapping[str, Any], column: str, with_limit: bool = False) -> Figure:

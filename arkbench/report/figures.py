@@ -24,6 +24,17 @@ class Figure:
     mark: str = ""
 
 
+class Printed(float):
+    """A published figure that is shown as it was printed, `text`: 1.20 stays 1.20, and 9.9 is not 9.90."""
+
+    text: str
+
+    def __new__(cls, text: str) -> Printed:
+        figure = super().__new__(cls, text)
+        figure.text = text
+        return figure
+
+
 def number(value: Any) -> float | None:
     """A finite float, or None for everything that is not one (empty, NaN, infinite, words)."""
     try:
@@ -49,12 +60,18 @@ def show(value: float | None, kind: str = "number") -> str:
     if kind == "integer":
         return f"{value:,.0f}"
     if kind == "ratio":
-        return f"{value:.2f}×" if abs(value) < 10 else f"{value:.1f}×"
+        return f"{_printed(value) or format(value, '.2f' if abs(value) < 10 else '.1f')}×"
+    if kind == "change" and _printed(value):
+        return f"{'+' if value > 0 else ''}{_printed(value)} %"
     if kind == "change":
         return f"{value:+.0f} %" if abs(value) >= 10 else f"{value:+.1f} %"
     if kind == "percent":
         return f"{100 * value:.0f} %" if value >= 0.1 else f"{100 * value:.1f} %"
     return significant(value)
+
+
+def _printed(value: float) -> str:
+    return value.text if isinstance(value, Printed) else ""
 
 
 def significant(value: float, digits: int = 3) -> str:

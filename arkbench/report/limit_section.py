@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from arkbench.metrics import ABOVE_LIMIT
 from arkbench.report.blocks import Block, Column, Details, Paragraph, Section, Table
 from arkbench.report.charts import NO_BAR, BarPanel, Bars, BarSeries
-from arkbench.report.data import Run, setting
+from arkbench.report.data import Run, above_limit, setting
 from arkbench.report.figures import Figure, number, show
 from arkbench.report.notes import published_counterpart
-from arkbench.report.published import PUBLISHED_GPU
+from arkbench.report.published import place
 from arkbench.report.style import roles
 
 ROWS_SHOWN, BARS_SHOWN = 14, 40
@@ -43,9 +44,11 @@ def _rate(row: Mapping[str, Any]) -> str:
 
 
 def _sentence(rows: Sequence[tuple[Run, Mapping[str, Any]]]) -> str:
+    above = sum(above_limit(row) for _, row in rows)
+    warning = f" Marked (!), {above} of {len(rows)}: {ABOVE_LIMIT}." if above else ""
     known = [(run, row) for run, row in rows if number(row["limit_fraction"]) is not None and not run.mark(row)]
     if not known:
-        return "No cell with a valid figure reached a known fraction of its limit."
+        return f"No cell with a valid figure reached a known fraction of its limit.{warning}"
     known.sort(key=lambda entry: entry[1]["limit_fraction"])
 
     def name(entry: tuple[Run, Mapping[str, Any]]) -> str:
@@ -56,7 +59,8 @@ def _sentence(rows: Sequence[tuple[Run, Mapping[str, Any]]]) -> str:
     text = f"The nearest to its limit: {name(known[-1])}."
     if len(known) > 1:
         text += f" The farthest: {name(known[0])}."
-    return text + " The limit is what the memory bus, or the matrix rate where that is smaller, allows at that load."
+    text += " The limit is what the memory bus, or the matrix rate where that is smaller, allows at that load."
+    return text + warning
 
 
 def _chart(rows: Sequence[tuple[Run, Mapping[str, Any]]], runs: Sequence[Run]) -> Bars:
@@ -69,13 +73,15 @@ def _chart(rows: Sequence[tuple[Run, Mapping[str, Any]]], runs: Sequence[Run]) -
         contexts = len({row["context_tokens"] for row in here if number(row["context_tokens"]) is not None}) > 1
         found = {(_group(row, several, contexts), row["variant"]): number(row["limit_fraction"]) for row in here}
         groups = list(dict.fromkeys(group for group, _ in found))
+        above = {_group(row, several, contexts) for row in here if above_limit(row)}
         series = [
             BarSeries(variant, [found.get((group, variant), NO_BAR) for group in groups], role)
             for variant, role in look.items()
             if any(row["variant"] == variant for row in here)
         ]
         title = f"{scenario}, {run}"
-        panels.append(BarPanel(title if several else f"{title}, {here[0]['model']}", groups, series))
+        names = [f"{group} (!)" if group in above else group for group in groups]
+        panels.append(BarPanel(title if several else f"{title}, {here[0]['model']}", names, series))
     alt = "Bars: fraction of the hardware's limit that each cell reached. " + "; ".join(
         f"{panel.title}: at most {show(_largest(panel), 'percent')}" for panel in panels
     )
@@ -92,7 +98,10 @@ def _group(row: Mapping[str, Any], several: bool, contexts: bool) -> str:
 
 
 def _table(rows: Sequence[tuple[Run, Mapping[str, Any]]], several: bool) -> Table:
-    own = f"published, {PUBLISHED_GPU}"
+    counterparts = [published_counterpart(row) or Figure(None) for _, row in rows]
+    pairs = zip(rows, counterparts, strict=True)
+    places = dict.fromkeys(place(row["scenario"]) for (_, row), found in pairs if found.value is not None)
+    own = ", ".join(["published", *places])
     columns = [Column("model"), Column("cell"), Column("variant")]
     columns += [Column("run")] if several else []
     columns += [
@@ -103,11 +112,10 @@ def _table(rows: Sequence[tuple[Run, Mapping[str, Any]]], several: bool) -> Tabl
         Column("of its limit", "percent", own),
     ]
     written = []
-    for run, row in rows:
+    for (run, row), counterpart in zip(rows, counterparts, strict=True):
         line: list[Any] = [row["model"], row["cell"], row["variant"]]
         line += [run.label] if several else []
         figure = run.figure(row, _rate(row))
-        counterpart = published_counterpart(row) or Figure(None)
         line += [figure, number(row["limit_tok_s"]), number(row["limit_fraction"])]
         line += [counterpart.value, counterpart.limit]
         written.append(line)

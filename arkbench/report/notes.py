@@ -10,11 +10,11 @@ import pandas as pd
 
 from arkbench.records import COUNT_COLUMNS
 from arkbench.report import published
-from arkbench.report.blocks import Block, Column, Table
+from arkbench.report.blocks import Block, Column, Paragraph, Table
 from arkbench.report.charts import BarPanel, Bars, BarSeries, Line, LinePanel, Lines
 from arkbench.report.comparisons import COMPARISONS, TOK, Comparison, Measure
 from arkbench.report.data import Run
-from arkbench.report.figures import Figure, number, show, text
+from arkbench.report.figures import Figure, Printed, number, show, text
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,11 @@ class Subject:
 
 @dataclass(frozen=True)
 class Pair:
-    """Base and new figure of one measure in one row."""
+    """Base and new figure of one measure in one row, and the change from one to the other."""
 
     base: Figure
     new: Figure
+    change: float | None
 
 
 def note_blocks(scenario: str, runs: Sequence[Run]) -> list[Block]:
@@ -79,19 +80,25 @@ def _subject_label(subject: Subject, subjects: Sequence[Subject]) -> str:
     return label
 
 
-def _row_keys(comparison: Comparison, subjects: Sequence[Subject]) -> list[tuple[Any, ...]]:
-    """The published rows in their order, then what was measured beyond them."""
+def _row_keys(comparison: Comparison, subjects: Sequence[Subject]) -> tuple[list[tuple[Any, ...]], int, int]:
+    """The rows that were measured: the published ones in their order, then what is beyond them; and how many published
+    rows were not measured, of how many. A cell that failed counts as measured: its gap is shown."""
     table = published.table(comparison.file)
     keys = [tuple(_key(value) for value in row) for row in table[[key.published for key in comparison.rows]].values]
-    extra = set()
+    held = set()
     for subject in subjects:
         for variant, streams in _sides(comparison):
             rows = _cells(comparison, subject.run, subject.scenario, variant, subject.model)
             if streams and comparison.by_model:
                 rows = rows[rows["streams"].isin(streams)]
-            extra |= {tuple(_key(value) for value in row) for row in rows[[k.column for k in comparison.rows]].values}
-    beyond = [key for key in extra if key not in keys and None not in key]
-    return keys + sorted(beyond)
+            held |= {tuple(_key(value) for value in row) for row in rows[[k.column for k in comparison.rows]].values}
+    measured = [key for key in keys if key in held]
+    beyond = [key for key in held if key not in keys and None not in key]
+    return measured + sorted(beyond), len(keys) - len(measured), len(keys)
+
+
+def _left_out(missing: int, of: int) -> list[Block]:
+    return [Paragraph(f"{missing} of {of} published rows were not measured and are left out.")] if missing else []
 
 
 def _sides(comparison: Comparison) -> list[tuple[str, tuple[int, ...]]]:
@@ -107,8 +114,7 @@ def _key(value: Any) -> Any:
 
 
 def _published_row(comparison: Comparison, key: tuple[Any, ...]) -> Mapping[str, Any]:
-    table = published.table(comparison.file)
-    for row in table.to_dict("records"):
+    for row in published.texts(comparison.file):
         if tuple(_key(row[k.published]) for k in comparison.rows) == key:
             return row
     return {}
@@ -127,7 +133,12 @@ def _published_pair(comparison: Comparison, measure: Measure, key: tuple[Any, ..
         value = number(row.get(column))
         limit, floor = published.published_limit_fraction(model, value, count) if measure.limit else (None, False)
         figures.append(Figure(value, limit=limit, at_least=floor))
-    return Pair(*figures)
+    printed = row.get(measure.published_change)
+    return Pair(*figures, Printed(printed) if printed else _change(measure, *figures))
+
+
+def _change(measure: Measure, base: Figure, new: Figure) -> float | None:
+    return measure.compare(base.value, new.value)
 
 
 def _measured_pair(comparison: Comparison, measure: Measure, key: tuple[Any, ...], subject: Subject) -> Pair:
@@ -144,11 +155,13 @@ def _measured_pair(comparison: Comparison, measure: Measure, key: tuple[Any, ...
         order = [comparison.workloads.index(workload) for workload in rows["workload"]]
         row = rows.iloc[order.index(min(order))]
         figures.append(subject.run.figure(row, measure.column, measure.limit))
-    return Pair(*figures)
+    return Pair(*figures, _change(measure, *figures))
 
 
 def _comparison_blocks(comparison: Comparison, scenario: str, subjects: Sequence[Subject]) -> list[Block]:
-    keys = _row_keys(comparison, subjects)
+    keys, missing, of = _row_keys(comparison, subjects)
+    if not keys:
+        return _left_out(missing, of)
     blocks: list[Block] = []
     for index, measure in enumerate(comparison.measures):
         suffix = "" if index == 0 else f"-{measure.name.replace(' ', '-')}"
@@ -161,6 +174,8 @@ def _comparison_blocks(comparison: Comparison, scenario: str, subjects: Sequence
             pair.base.value is not None or pair.new.value is not None for key in keys for pair in pairs[key][1:]
         )
         blocks.append(_comparison_table(comparison, measure, name, keys, pairs, subjects))
+        if index == 0:
+            blocks += _left_out(missing, of)
         if measured_any:
             blocks += _comparison_charts(comparison, measure, name, keys, pairs, subjects)
     return blocks
@@ -168,7 +183,7 @@ def _comparison_blocks(comparison: Comparison, scenario: str, subjects: Sequence
 
 def _groups(comparison: Comparison, subjects: Sequence[Subject]) -> list[str]:
     model = published.NOTE_MODELS.get(comparison.note)
-    place = f"{published.PUBLISHED_GPU}" + (f", {model}" if model else "")
+    place = published.place(comparison.note) + (f", {model}" if model else "")
     return [f"published ({place})", *[f"measured ({subject.label})" for subject in subjects]]
 
 
@@ -194,7 +209,7 @@ def _comparison_table(
     for key in keys:
         row: list[Any] = list(key)
         for pair in pairs[key]:
-            row += [pair.base, pair.new, measure.compare(pair.base.value, pair.new.value)]
+            row += [pair.base, pair.new, pair.change]
         rows.append(row)
     return Table(name, f"{measure.title}, published beside measured", columns, rows)
 
@@ -207,26 +222,15 @@ def _comparison_charts(
     pairs: Mapping[tuple[Any, ...], Sequence[Pair]],
     subjects: Sequence[Subject],
 ) -> list[Block]:
-    titles = _groups(comparison, subjects)
     panels = []
     for outer in _outer_keys(comparison, keys):
         inner = [key for key in keys if len(key) == 1 or key[0] == outer]
-        for column in range(len(titles)):
-            gap = "not published" if column == 0 else "not measured"
-            title = titles[column].replace("published (", "Published (").replace("measured (", "Measured (")
-            if outer is not None:
-                title = f"{outer:,} tokens · {title if len(subjects) > 1 else title.split(' (')[0]}"
-            panels.append(
-                BarPanel(
-                    title,
-                    [f"{key[-1]:,}" if isinstance(key[-1], int) else text(key[-1]) for key in inner],
-                    [
-                        BarSeries(comparison.base, [pairs[key][column].base.value for key in inner], "base", gap),
-                        BarSeries(comparison.new, [pairs[key][column].new.value for key in inner], 0, gap),
-                    ],
-                    [measure.show_change(pairs[key][column].base.value, pairs[key][column].new.value) for key in inner],
-                )
-            )
+        own, *measured = (
+            _comparison_panel(comparison, measure, inner, pairs, column, title)
+            for column, title in enumerate(_panel_titles(comparison, subjects, outer))
+        )
+        if any(_has_figure(panel) for panel in measured):
+            panels += [panel for panel in (own, *measured) if _has_figure(panel)]
     chart = Bars(
         name,
         measure.title,
@@ -241,6 +245,38 @@ def _comparison_charts(
     return [_change_chart(comparison, measure, name, keys, pairs, subjects), chart]
 
 
+def _panel_titles(comparison: Comparison, subjects: Sequence[Subject], outer: Any) -> list[str]:
+    titles = [title[0].upper() + title[1:] for title in _groups(comparison, subjects)]
+    if outer is None:
+        return titles
+    return [f"{outer:,} tokens · {title if len(subjects) > 1 else title.split(' (')[0]}" for title in titles]
+
+
+def _comparison_panel(
+    comparison: Comparison,
+    measure: Measure,
+    keys: Sequence[tuple[Any, ...]],
+    pairs: Mapping[tuple[Any, ...], Sequence[Pair]],
+    column: int,
+    title: str,
+) -> BarPanel:
+    here = [pairs[key][column] for key in keys]
+    gap = "not measured" if column else "not published"
+    return BarPanel(
+        title,
+        [f"{key[-1]:,}" if isinstance(key[-1], int) else text(key[-1]) for key in keys],
+        [
+            BarSeries(comparison.base, [pair.base.value for pair in here], "base", gap),
+            BarSeries(comparison.new, [pair.new.value for pair in here], 0, gap),
+        ],
+        [measure.show_change(pair.change) for pair in here],
+    )
+
+
+def _has_figure(panel: BarPanel) -> bool:
+    return any(value is not None for series in panel.series for value in series.values)
+
+
 def _outer_keys(comparison: Comparison, keys: Sequence[tuple[Any, ...]]) -> list[Any]:
     return list(dict.fromkeys(key[0] for key in keys)) if len(comparison.rows) > 1 else [None]
 
@@ -253,7 +289,7 @@ def _comparison_alt(
 ) -> str:
     parts = []
     for key in keys:
-        changes = [measure.show_change(pair.base.value, pair.new.value) or "none" for pair in pairs[key]]
+        changes = [measure.show_change(pair.change) or "none" for pair in pairs[key]]
         where = " × ".join(text(part) for part in key)
         parts.append(f"{where}: published {changes[0]}, measured {', '.join(changes[1:])}")
     return f"Bars: {measure.name}, {comparison.new} against {comparison.base}. {'; '.join(parts)}."
@@ -273,8 +309,8 @@ def _change_chart(
     series = []
     for column, series_name in enumerate(names):
         gap = "not published" if column == 0 else "not measured"
-        changes = [measure.compare(pairs[key][column].base.value, pairs[key][column].new.value) for key in keys]
-        values = [None if change is None else sign * change for change in changes]
+        changes = [pairs[key][column].change for key in keys]
+        values = changes if sign == 1 else [None if change is None else -change for change in changes]
         series.append(BarSeries(series_name, values, "base" if column == 0 else column - 1, gap))
     label = f"{comparison.new} / {comparison.base}" if sign == 1 else f"fall from {comparison.base}, %"
     return Bars(
@@ -306,12 +342,14 @@ def _scaling_blocks(scenario: str, runs: Sequence[Run]) -> list[Block]:
     several = len({run.path for run, _, _ in subjects}) > 1
     labels = [f"{name}, {run.label if several else run.hardware}" for run, name, _ in subjects]
     table = published.table("decode_batching_scaling.csv")
-    keys = {(int(row.context_tokens), int(row.streams)) for row in table.itertuples()}
+    printed = {(int(row.context_tokens), int(row.streams)) for row in table.itertuples()}
+    keys: set[tuple[Any, Any]] = set()
     for _, _, group in subjects:
         keys |= {(_key(c), _key(s)) for c, s in zip(group["context_tokens"], group["streams"], strict=True)}
     keys = {key for key in keys if None not in key}
     return [
         _scaling_table(scenario, sorted(keys), table, subjects, labels),
+        *_left_out(len(printed - keys), len(printed)),
         _scaling_chart(scenario, table, subjects, labels),
     ]
 
@@ -384,8 +422,9 @@ def _deadline_blocks(scenario: str, runs: Sequence[Run]) -> list[Block]:
     """Bursts at the limit: how many of the requests had their first token in time."""
     table = published.table("pipelined_prefill_limit.csv")
     columns = [Column("prompt tokens", "integer"), Column("at once", "integer")]
-    columns += [Column(variant, "text", f"published ({published.PUBLISHED_GPU})") for variant in ("ark-2.0", "ark-2.1")]
-    columns.append(Column("refused, ark-2.1", "integer", f"published ({published.PUBLISHED_GPU})"))
+    own = f"published ({published.place('pipelined-prefill')})"
+    columns += [Column(variant, "text", own) for variant in ("ark-2.0", "ark-2.1")]
+    columns.append(Column("refused, ark-2.1", "integer", own))
     several = len(runs) > 1
     sources = []
     for run in runs:
@@ -395,21 +434,23 @@ def _deadline_blocks(scenario: str, runs: Sequence[Run]) -> list[Block]:
             group = f"measured ({run.label if several else run.hardware})"
             columns += [Column(variant, "text", group) for variant in ("ark-2.0", "ark-2.1")]
             columns.append(Column("refused, ark-2.1", "integer", group))
-    rows, measured = [], False
+    rows = []
     for entry in table.itertuples():
         row: list[Any] = [entry.prompt_tokens, entry.at_once]
         row += [f"{n} of {entry.requests}" for n in (entry.ark_2_0_answered_in_90_s, entry.ark_2_1_answered_in_90_s)]
         row.append(entry.ark_2_1_refused)
+        measured = False
         for cells in sources:
             here = cells[(cells["prompt_tokens"] == entry.prompt_tokens) & (cells["at_once"] == entry.at_once)]
             answers = [_answered(here[here["variant"].str.lower() == variant]) for variant in ("ark-2.0", "ark-2.1")]
             refused = here[here["variant"].str.lower() == "ark-2.1"]["requests_refused"]
             measured = measured or any(answers)
             row += [*answers, number(refused.sum()) if refused.count() else None]
-        rows.append(row)
-    if not measured:
+        rows += [row] if measured else []
+    if not rows:
         return []
-    return [Table(f"{scenario}-in-time", "Bursts at the limit: answered within 90 s", columns, rows)]
+    caption = "Bursts at the limit: answered within 90 s"
+    return [Table(f"{scenario}-in-time", caption, columns, rows), *_left_out(len(table) - len(rows), len(table))]
 
 
 def _answered(cells: pd.DataFrame) -> str | None:

@@ -10,6 +10,7 @@ from typing import Any
 import pandas as pd
 
 from arkbench.paths import published_dir
+from arkbench.published import tests
 
 PACKAGE = Path(__file__).resolve().parents[1]
 PUBLISHED_GPU = "RTX 5090"
@@ -21,6 +22,18 @@ NOTE_MODELS = {"fused-kernels": "Qwen3.8-27B", "pipelined-prefill": "Qwen3.5-122
 def table(name: str) -> pd.DataFrame:
     """A published table by file name; an empty cell (not published) is NaN."""
     return pd.read_csv(published_dir() / name)
+
+
+@cache
+def texts(name: str) -> list[dict[str, str]]:
+    """The rows of a published table as they were printed; an empty cell is ''."""
+    return pd.read_csv(published_dir() / name, dtype=str, keep_default_na=False).to_dict("records")
+
+
+def place(note: str) -> str:
+    """What a note's figures were measured on: `RTX 5090`, `4 × RTX 5090`."""
+    held = tests().notes[note]
+    return held.gpu if held.gpus == 1 else f"{held.gpus} × {held.gpu}"
 
 
 @cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from arkbench import answers
 from arkbench.published import with_unit
 from arkbench.report.blocks import Block, Column, Counts, Details, Paragraph, Section, Table
 from arkbench.report.data import Run
@@ -96,15 +97,18 @@ def _answers(runs: Sequence[Run]) -> list[str]:
     """Speed counts only where the answers are the same: how many comparisons of the variants' tokens agreed."""
     lines = []
     for run in runs:
-        answers = run.meta.get("answers") or {}
-        if answers.get("compared"):
+        compared = run.meta.get("answers") or {}
+        if compared.get("compared"):
             place = f"{run.label}: the" if len(runs) > 1 else "The"
-            bounded = [d for d in answers.get("different", []) if not d["fault"]]
+            bounded = [d for d in compared.get("different", []) if answers.kind(d) == "bounded"]
             names = sorted({name for d in bounded for name in d["switches"]})
             why = f", and {len(bounded)} differ in switches that may round differently ({', '.join(names)})"
+            why = why if bounded else ""
+            ties = sum(answers.kind(d) == "tie" for d in compared.get("different", []))
+            why += f", and {ties} part where two tokens are all but equal" if ties else ""
             lines.append(
-                f"{place} variants' answers were compared {answers['compared']} times; "
-                f"the tokens were identical in {answers.get('identical', 0)}{why if bounded else ''}."
+                f"{place} variants' answers were compared {compared['compared']} times; "
+                f"the tokens were identical in {compared.get('identical', 0)}{why}."
             )
     return lines
 

@@ -6,7 +6,7 @@ harness records and computes. A target computes no figure.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -125,6 +125,10 @@ class Target(Protocol):
 
         KeyboardInterrupt passes through after what runs has been cancelled and handed to on_answer.
         """
+        ...
+
+    def next_token(self, prompt: Sequence[int]) -> Mapping[int, float] | None:
+        """The log probability of every token that may follow, None where the target does not tell; TargetError."""
         ...
 
     def close(self) -> None: ...

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -436,6 +436,19 @@ class BundledTarget:
         answer.status = status  # type: ignore[assignment]
         answer.error = error
         session.on_answer(answer)
+
+    def next_token(self, prompt: Sequence[int]) -> Mapping[int, float]:
+        """By one greedy step of the running variant, prompt cache and all."""
+        sampling = SamplingParams(max_tokens=1, ignore_eos=True, logprobs=self._engine.model.vocab)
+        events: list[TokenEvent] = []
+        try:
+            self._finish_work()
+            self._engine.add(Request("next-token", prompt, sampling))
+            while self._engine.has_work():
+                events += self._engine.step()
+        except EngineError as error:
+            raise TargetError(str(error)) from None
+        return next(event.logprobs[0][1] for event in events if event.logprobs)
 
     def close(self) -> None:
         """Gives the model's memory back, of an engine that failed at its start too."""

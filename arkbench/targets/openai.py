@@ -74,6 +74,9 @@ class OpenAITarget:
         self.client_stats = self._drive(jobs, taken)
         return client_report(self.client_stats, load.mode, lengths.notes())
 
+    def next_token(self, prompt: Sequence[int]) -> None:
+        """Nothing: of an answer only its text is known."""
+
     def close(self) -> None:
         for process in self._processes:
             process.close()

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
@@ -71,6 +71,9 @@ class ServedTarget:
         if self._process is not None and self._process.poll() is not None:
             raise TargetError(f"the server ended in the middle of a load: {self._last_error()}")
         return replace(report, timeline=self._timeline.take())
+
+    def next_token(self, prompt: Sequence[int]) -> None:
+        """Nothing: of an answer only its text is known here."""
 
     def close(self) -> None:
         if self._inner is not None:

@@ -10,6 +10,7 @@ from arkbench.cli import app
 from arkbench.report import data
 from arkbench.report.technique_section import TECHNIQUES, technique_blocks
 from arkbench.scenario import scenario_files
+from engine.cache import Cache
 from tests.report import factory
 
 SMALL = """
@@ -54,9 +55,24 @@ output_tokens = 2
 )
 
 
-def run(folder, text):
+TURNS = (
+    SMALL.format(name="prompt-caching", switches='{ prompt_cache = ["off", "on"] }')
+    + """
+[[workloads]]
+type = "conversation"
+users = 4
+turns = 4
+streams = 2
+shared_tokens = 200
+turn_tokens = 20
+output_tokens = 8
+"""
+)
+
+
+def run(folder, text, layers=1):
     (folder / "scenario.toml").write_text(text)
-    options = ["--device", "cpu", "--model", "SmolLM2-135M@layers=1", "--output", str(folder / "run")]
+    options = ["--device", "cpu", "--model", f"SmolLM2-135M@layers={layers}", "--output", str(folder / "run")]
     result = CliRunner().invoke(app, ["run", str(folder / "scenario.toml"), *options])
     assert result.exit_code == 0, result.output
     (loaded,) = data.load([folder / "run"])
@@ -97,6 +113,31 @@ def test_cached_tokens_of_every_request_are_exact(tmp_path):
     assert cached["on", "burst"] == {0: 0, 1: 0}
     hashes = loaded.cells.groupby("cell")["output_hash"].nunique()
     assert set(hashes) == {1}
+
+
+def test_near_ties_that_rounding_decides_are_not_called_wrong(tmp_path):
+    """Products in bfloat16 of four layers: some of the 128 tokens are nearly tied with another."""
+    answers = run(tmp_path, TURNS, layers=4).meta["answers"]
+    assert answers["compared"] == 1
+    assert not any(d["fault"] for d in answers["different"])
+    assert all(d["near_tie"] and d["gap"] <= 1 / 64 for d in answers["different"])
+
+
+def test_an_emptied_page_is_called_wrong(tmp_path, monkeypatch):
+    """A page is emptied as it is put into a page table: what writes its own pages loses nothing by it."""
+
+    def update_and_empty(cache, fresh, entries):
+        update(cache, fresh, entries)
+        for _, index, page in entries:
+            for layer in cache.layers if index == 0 else ():
+                layer.k[page] = layer.v[page] = 0
+
+    update = Cache.update_table
+    monkeypatch.setattr(Cache, "update_table", update_and_empty)
+    (difference,) = run(tmp_path, TURNS, layers=4).meta["answers"]["different"]
+    assert difference["fault"] and difference["gap"] > 1 / 64
+    text = (tmp_path / "run" / "report.md").read_text()
+    assert "off and on gave different tokens (switches: prompt\\_cache; a fault: these switches must not change" in text
 
 
 def test_every_technique_has_its_scenario_and_names_its_variants():

@@ -143,6 +143,20 @@ def test_a_model_that_does_not_fit_is_refused_with_what_would():
     assert 65 <= small.pages < 64 * 64
 
 
+@pytest.mark.parametrize(
+    ("free", "stages", "streams", "pages"),
+    [(16, 1, 64, 1456), (16, 2, 64, 728), (16, 1, 4, 513), (1, 1, 64, 129), (64, 1, 64, 5825)],
+    ids=["a quarter", "shared by stages", "all that streams need", "one stream at least", "more"],
+)
+def test_a_cpu_cache_takes_a_quarter_of_the_free_memory_unasked(free, stages, streams, pages):
+    """A page of SmolLM2-135M in float32: 30 layers of 3 heads of 64, keys and values, 64 tokens: 2,949,120 bytes."""
+    model = model_config("SmolLM2-135M")
+    config = EngineConfig("SmolLM2-135M", max_streams=streams, max_model_len=8192, stages=stages)
+    assert plan_memory(model, config, torch.float32, free * 2**30).pages == pages
+    asked = replace(config, cache_tokens=64 * 2000)
+    assert plan_memory(model, asked, torch.float32, 16 * 2**30).pages == 2001
+
+
 def test_unpacked_matrices_are_held_where_the_cache_hardly_misses_them():
     model, gib = model_config("Qwen3-32B"), 1 << 30
     config = EngineConfig("Qwen3-32B", device="cuda", max_streams=64, max_model_len=8192)

@@ -13,10 +13,12 @@ class FakeTarget:
     """Answers at once with made-up times: first token after 10 ms, one more every ms. Tokens are a sum of the prompt.
 
     `interrupt_at`: number of the load in which Ctrl-C comes after one answer. `spoil`: variants with other tokens.
+    `table`: the log probabilities of the next token, whatever the prompt.
     """
 
-    def __init__(self, log, interrupt_at=None, error=None, spoil=()):
+    def __init__(self, log, interrupt_at=None, error=None, spoil=(), table=None):
         self.log, self.interrupt_at, self.error, self.spoil = log, interrupt_at, error, spoil
+        self.table = table
         self.loads = 0
         self.kernels = ""
 
@@ -46,6 +48,9 @@ class FakeTarget:
                        tokens=tokens)
             )  # fmt: skip
         return LoadReport()
+
+    def next_token(self, prompt):
+        return self.table
 
     def close(self):
         self.log.append(("close",))

@@ -53,8 +53,8 @@ def test_every_point_is_on_its_chart_and_every_gap_is_named(name: str, tmp_path:
 def test_points_are_the_rows(tmp_path: Path) -> None:
     found = {c.key: c for c in build.build(data.load([factory.with_gaps(tmp_path / "a")])).charts()}
     decode = found["fused-kernels-decode"]
-    # Four rows of the note, two variants, published and measured; measured lacks standard 16 and 64, fused 8 and 64.
-    assert decode.points() == 16 and decode.missing() == 4
+    # Three rows of the note, two variants, published and measured; measured lacks standard 16 and fused 8.
+    assert decode.points() == 12 and decode.missing() == 2
     streams = found["fused-kernels-streams"]
     assert streams.points() == 6 and streams.missing() == 2
 
