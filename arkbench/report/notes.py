@@ -15,6 +15,7 @@ from arkbench.report.charts import BarPanel, Bars, BarSeries, Line, LinePanel, L
 from arkbench.report.comparisons import COMPARISONS, TOK, Comparison, Measure
 from arkbench.report.data import Run
 from arkbench.report.figures import Figure, Printed, number, show, text
+from arkbench.report.model_section import MANY_MODELS
 
 
 @dataclass(frozen=True)
@@ -328,7 +329,10 @@ SCALING_MODEL = "Qwen3.6-35B"
 
 
 def _scaling_blocks(scenario: str, runs: Sequence[Run]) -> list[Block]:
-    """Streams by context: per-stream speed and total, with the published total = speed of a stream x streams."""
+    """Streams by context: per-stream speed and total, with the published total = speed of a stream x streams.
+
+    Of many models the published one alone: the others stand model by model.
+    """
     subjects: list[tuple[Run, str, pd.DataFrame]] = []
     for run in runs:
         rows = run.summary
@@ -337,6 +341,9 @@ def _scaling_blocks(scenario: str, runs: Sequence[Run]) -> list[Block]:
         for (model, variant), group in rows.groupby(["model", "variant"], sort=False):
             if group["streams"].nunique() > 1:
                 subjects.append((run, f"{model}, {variant}", group))
+    many = len(subjects) >= MANY_MODELS
+    if many:
+        subjects = [subject for subject in subjects if subject[1].startswith(SCALING_MODEL)]
     if not subjects:
         return []
     several = len({run.path for run, _, _ in subjects}) > 1
@@ -347,6 +354,8 @@ def _scaling_blocks(scenario: str, runs: Sequence[Run]) -> list[Block]:
     for _, _, group in subjects:
         keys |= {(_key(c), _key(s)) for c, s in zip(group["context_tokens"], group["streams"], strict=True)}
     keys = {key for key in keys if None not in key}
+    if many and not keys & printed:
+        return []
     return [
         _scaling_table(scenario, sorted(keys), table, subjects, labels),
         *_left_out(len(printed - keys), len(printed)),

@@ -23,6 +23,7 @@ from arkbench.report.charts import (
 from arkbench.report.data import Run, scenario_entries, setting
 from arkbench.report.figures import number, show, text
 from arkbench.report.kernel_section import kernel_blocks
+from arkbench.report.model_section import model_blocks
 from arkbench.report.notes import note_blocks
 from arkbench.report.style import Role, roles
 from arkbench.report.technique_section import technique_blocks
@@ -64,15 +65,16 @@ def _section(name: str, runs: Sequence[Run]) -> Section:
     noted = note_blocks(name, here) + kernel_blocks(name, here)
     blocks += technique_blocks(name, here) + noted
     cells = _long(name, here)
+    by_model = [] if noted else model_blocks(name, here)
     if not noted:
-        blocks += _bar_charts(name, cells)
+        blocks += by_model or _bar_charts(name, cells)
     blocks += _line_charts(name, cells, scaling=any(isinstance(block, Lines) for block in noted))
     blocks += _ttft_chart(name, cells)
     if not any("energy" in block.key for block in noted if isinstance(block, Bars)):
         blocks += _energy_chart(name, cells)
     blocks += _timeline_chart(name, here)
     table = _cell_table(name, here)
-    blocks.append(table if not noted else Details(f"Every cell of {name} ({len(table.rows)})", [table]))
+    blocks.append(table if not (noted or by_model) else Details(f"Every cell of {name} ({len(table.rows)})", [table]))
     return Section(f"scenario-{name}", text(entry.get("title")) or name, blocks)
 
 

@@ -75,9 +75,7 @@ def section(runs: Sequence[Run]) -> Section:
         return Section("verdicts", "Verdicts", [Paragraph("This run holds no verdicts: no claim was evaluated.")])
     tested = [(run, row) for run, row in rows if row["verdict"] != "not run"]
     waiting = [row for _, row in rows if row["verdict"] == "not run"]
-    blocks: list[Block] = [Counts(counts(runs))]
-    if tested:
-        blocks.append(_tested_table(tested, len(runs) > 1))
+    blocks: list[Block] = [Counts(counts(runs)), _tested_table(tested, len(runs) > 1)] if tested else []
     if waiting:
         table = Table(
             "claims-not-run",
